@@ -1,0 +1,81 @@
+"""Sizes and shapes of an engine, fixed when it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxstate.models.config import ModelConfig
+from jaxstate.state import StepShape
+
+DEFAULT_STEP_SHAPES = (
+    StepShape(num_tokens=1, block_tokens=1, num_rows=1),
+    StepShape(num_tokens=8, block_tokens=8, num_rows=8),
+    StepShape(num_tokens=16, block_tokens=16, num_rows=8),
+    StepShape(num_tokens=24, block_tokens=24, num_rows=8),
+    StepShape(num_tokens=32, block_tokens=32, num_rows=8),
+    StepShape(num_tokens=64, block_tokens=64, num_rows=8),
+    StepShape(num_tokens=128, block_tokens=128, num_rows=8),
+    StepShape(num_tokens=512, block_tokens=512, num_rows=8),
+)
+"""One executable each. Questions are short and padding is paid in full, hence the fine steps."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes of an engine.
+
+    Attributes:
+      num_pages: pages of the pool; cells = num_pages * page_size.
+      page_size: cells of a page.
+      context_len: most tokens a session keeps (frozen prefix and stream), in tokens. What the
+        model's longest position leaves beyond it is room for questions and answers.
+      evict_quantum: a sliding session drops its oldest tokens in multiples of this.
+      step_shapes: the static sizes that are compiled, smallest first.
+      stretch_cells: lengths of the pool stretches that attention reads, longest first.
+      table_capacity: most stretches of one length that one step may read.
+    """
+
+    num_pages: int
+    page_size: int
+    context_len: int
+    evict_quantum: int
+    step_shapes: tuple[StepShape, ...] = DEFAULT_STEP_SHAPES
+    stretch_cells: tuple[int, ...] = (1024, 128)
+    table_capacity: int = 256
+
+    def __post_init__(self):
+        """Check that sizes make sense on their own."""
+        for name in ("num_pages", "page_size", "context_len", "evict_quantum", "table_capacity"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if not self.step_shapes:
+            raise ValueError("step_shapes: expected at least one shape, got none")
+        sizes = [shape.num_tokens for shape in self.step_shapes]
+        if sizes != sorted(sizes):
+            raise ValueError(f"step_shapes: expected ascending num_tokens, got {sizes}")
+        if list(self.stretch_cells) != sorted(set(self.stretch_cells), reverse=True):
+            raise ValueError(
+                f"stretch_cells: expected descending lengths, got {self.stretch_cells}"
+            )
+        if self.stretch_cells[0] > self.num_cells:
+            raise ValueError(
+                f"stretch_cells: expected at most the pool's {self.num_cells} cells, "
+                f"got {self.stretch_cells[0]}"
+            )
+
+    @property
+    def num_cells(self) -> int:
+        """Cells of the pool."""
+        return self.num_pages * self.page_size
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Check that sessions fit the model's positions.
+
+        Raises:
+          ValueError: context_len leaves no position for a question.
+        """
+        if self.context_len >= model.max_positions:
+            raise ValueError(
+                f"context_len: expected less than the model's {model.max_positions} positions "
+                f"(questions need some), got {self.context_len}"
+            )

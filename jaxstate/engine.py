@@ -1,0 +1,627 @@
+"""Many sessions over one pool: the verbs, each a small edit of tables around the same step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxstate import generation
+from jaxstate import pages as pages_module
+from jaxstate import session as session_module
+from jaxstate.answer import Answer, FinishReason, Source, Token
+from jaxstate.choices import ChoiceTree
+from jaxstate.config import EngineConfig
+from jaxstate.errors import CapacityError, InputError, SessionError
+from jaxstate.executor import Executor, Progress
+from jaxstate.generation import NextToken, Request, Tail
+from jaxstate.models.config import ModelConfig
+from jaxstate.models.params import Params
+from jaxstate.models.tokenizer import Tokenizer
+from jaxstate.pages import Pages
+from jaxstate.sampling import Sampling
+from jaxstate.session import PaidTail, Session, WhenFull
+
+
+class Engine:
+    """Sessions on a model, in one process and one thread; time and threads are the caller's.
+
+    A verb either does all it says or raises and leaves every session bitwise as it was.
+    """
+
+    def __init__(
+        self, params: Params, model: ModelConfig, config: EngineConfig,
+        *, tokenizer: Tokenizer | None = None, progress: Progress | None = None,
+    ):
+        """Allocate the pool and compile all steps.
+
+        Args:
+          params: weights, tree of `param_specs(model)`; check them with `check_params` first.
+          tokenizer: turns answers into text; without one, answers are token ids only.
+          progress: called after each compilation, see `executor.Progress`.
+        Raises:
+          ValueError: the engine's sizes do not fit the model.
+        """
+        config.check_model(model)
+        self.model = model
+        self.config = config
+        self.executor = Executor(params, model, config, progress=progress)
+        self.pages = Pages(config.num_pages, config.page_size)
+        self._tokenizer = tokenizer
+        self._sessions: dict[str, Session] = {}
+        self._owners = itertools.count()
+        self._names = itertools.count(1)
+
+    # Sessions
+
+    def create(
+        self, frozen: Sequence[int] = (), *, session_id: str | None = None,
+        when_full: WhenFull = "error",
+    ) -> str:
+        """Open a session whose context starts with `frozen`, which is never evicted.
+
+        Returns:
+          its id.
+        Raises:
+          InputError: a token id out of range, or `when_full` unknown.
+          SessionError: the id is taken.
+          CapacityError: the prefix does not fit.
+        """
+        if when_full not in ("error", "slide"):
+            raise InputError(f'when_full: expected "error" or "slide", got "{when_full}"')
+        name = session_id if session_id is not None else self._free_name()
+        if name in self._sessions:
+            raise SessionError(f"session {name} exists already; choose another id or close it")
+        session = Session(session_id=name, owner=next(self._owners), when_full=when_full)
+        if len(frozen):
+            ids = self._checked(frozen, "frozen")
+            if len(ids) >= self.config.context_len:
+                raise CapacityError(
+                    f"frozen: expected less than context_len={self.config.context_len} tokens, "
+                    f"got {len(ids)}; shorten the prefix or raise context_len"
+                )
+            session.frozen_len = len(ids)
+            self._extend(session, ids, np.zeros(len(ids), np.int32))
+        self._sessions[name] = session
+        return name
+
+    def session(self, session_id: str) -> Session:
+        """Return a session's record; treat it as read-only.
+
+        Raises:
+          SessionError: unknown or closed.
+        """
+        try:
+            return self._sessions[session_id]
+        except KeyError:
+            raise SessionError(
+                f"session {session_id} is unknown or closed; open: "
+                f"{', '.join(self._sessions) or 'none'}"
+            ) from None
+
+    @property
+    def session_ids(self) -> list[str]:
+        """Ids of the open sessions."""
+        return list(self._sessions)
+
+    def fork(self, session_id: str, *, new_id: str | None = None) -> str:
+        """Open a session with the same context; table entries are copied, no key or value moves.
+
+        Raises:
+          SessionError: unknown session, or the new id is taken.
+        """
+        parent = self.session(session_id)
+        name = new_id if new_id is not None else self._free_name()
+        if name in self._sessions:
+            raise SessionError(f"session {name} exists already; choose another id or close it")
+        self.pages.hold(parent.entries)
+        self._sessions[name] = Session(
+            session_id=name, owner=next(self._owners), when_full=parent.when_full,
+            frozen_len=parent.frozen_len, token_ids=list(parent.token_ids),
+            entries=parent.entries, evicted=parent.evicted, stream_floor=parent.stream_floor,
+            version=parent.version,
+        )
+        return name
+
+    def close(self, session_id: str) -> None:
+        """Close a session and free its cells.
+
+        Raises:
+          SessionError: unknown or closed already.
+        """
+        session = self.session(session_id)
+        self._forget_paid(session)
+        self.pages.drop(session.entries)
+        self.pages.disown(session.owner, None)
+        del self._sessions[session_id]
+
+    # Durable verbs
+
+    def append(self, session_id: str, token_ids: Sequence[int]) -> int:
+        """Feed known tokens to the stream; returns the session's new version.
+
+        A full session with when_full="slide" first drops its oldest stream tokens, decided once
+        per append (DESIGN: ceil(overflow / quantum) * quantum).
+
+        Raises:
+          InputError: no tokens, or an id out of range.
+          CapacityError: it does not fit the window, the model's positions or the pool.
+          SessionError: unknown session.
+        """
+        session = self.session(session_id)
+        ids = self._checked(token_ids, "append")
+        self._append(session, ids)
+        session.version += 1
+        return session.version
+
+    def update(self, session_id: str, token_ids: Sequence[int]) -> int:
+        """Make the kept stream equal to `token_ids`, forwarding only what differs.
+
+        Keeps the longest common prefix and replaces the rest; returns the new version.
+
+        Raises:
+          SessionError: unknown session, or the common prefix ends before the last eviction.
+          InputError, CapacityError: as for append.
+
+        Source: Stream2LLM (arXiv:2604.16395).
+        """
+        session = self.session(session_id)
+        ids = self._checked(token_ids, "update")
+        stream = np.asarray(session.token_ids[session.frozen_len :], np.int32)
+        common = _common_len(stream, ids)
+        if common < len(stream):
+            session_module.rolled_back(session, len(stream) - common)  # may refuse
+        if len(ids) > self.config.context_len - session.frozen_len:
+            raise CapacityError(
+                f"update of {len(ids)} tokens is longer than the stream's window of "
+                f"{self.config.context_len - session.frozen_len}; shorten it or raise context_len"
+            )
+        self._check_pages_for_update(session, common, len(ids) - common)
+        if common < len(stream):
+            self._roll_back(session, len(stream) - common)
+        if common < len(ids):
+            self._append(session, ids[common:])
+        session.version += 1
+        return session.version
+
+    def rollback(self, session_id: str, count: int) -> int:
+        """Drop the last `count` stream tokens; returns the new version.
+
+        Raises:
+          InputError: count < 1.
+          SessionError: unknown session, a shorter stream, or an eviction in between.
+        """
+        session = self.session(session_id)
+        if count < 1:
+            raise InputError(f"rollback: expected at least 1 token, got {count}")
+        self._roll_back(session, count)
+        session.version += 1
+        return session.version
+
+    # Asking
+
+    def advance(
+        self, session_id: str, entry: Sequence[int], *, max_new_tokens: int = 0,
+        min_gap: float = 0.0, eos_ids: Sequence[int] = (),
+    ) -> PaidTail:
+        """Forward tokens a request is expected to bring, and keep them with their distribution.
+
+        Then decode ahead greedily to the next decision point: an end token, a gap below
+        `min_gap`, or `max_new_tokens`. A query whose question begins with the paid tokens
+        forwards only the rest. The next durable operation drops the tail.
+
+        Raises:
+          InputError, CapacityError, SessionError: as for query.
+
+        Source: speculative pre-positioning (arXiv:2606.29565).
+        """
+        session = self.session(session_id)
+        ids = self._checked(entry, "entry")
+        self._check_positions(session.context_len, len(ids), max_new_tokens)
+        owner = next(self._owners)
+        paid, skip = self._longest_paid(session, ids)
+        tail = self._tail(session, owner, paid, skip, len(ids) + max_new_tokens - skip)
+        try:
+            following = self._ask(tail, ids, paid, skip)
+            for _ in range(max_new_tokens):
+                if following.gap < min_gap or following.top_id in eos_ids:
+                    break
+                ids = np.append(ids, np.int32(following.top_id))
+                result = tail.forward(ids[-1:], want_last=True)
+                assert result is not None
+                following = NextToken.of(result.summary, 0, result.row_logits(0))
+            entries = tail.keep()
+        except BaseException:
+            tail.close()
+            raise
+        self.pages.disown(owner, None)
+        following = NextToken(
+            top_id=following.top_id, gap=following.gap, lse=following.lse,
+            logits=following.row_logits(),
+        )
+        kept = PaidTail(
+            owner=owner, token_ids=tuple(ids.tolist()), entries=entries, ready=following
+        )
+        session.paid.append(kept)
+        return kept
+
+    def stream(
+        self, session_id: str, question: Sequence[int], *, max_new_tokens: int,
+        sampling: Sampling | None = None, eos_ids: Sequence[int] = (), stop: Sequence[str] = (),
+        top_logprobs: int | None = None, commit: bool = False,
+    ) -> Generator[Token, None, Answer]:
+        """Ask, and yield tokens as they are drawn; the generator returns the Answer.
+
+        The session is unchanged, unless `commit` makes question and answer part of the stream.
+        Cells are given back when the generator ends or is closed.
+
+        Args:
+          question: token ids; may be empty if the session has context... see Raises.
+          stop: needs the engine to have a tokenizer.
+        Raises:
+          InputError: an empty question, ids out of range, contradictory settings.
+          CapacityError: question and answer exceed the model's positions or the free pages.
+          SessionError: unknown session.
+        """
+        session = self.session(session_id)
+        ids = self._checked(question, "question")
+        request = self._request(ids, max_new_tokens, sampling, eos_ids, stop, top_logprobs)
+        self._check_positions(session.context_len, len(ids), max_new_tokens)
+        if commit:  # refuse now what could not be kept later
+            session_module.overflow_evictions(
+                session, len(ids) + max_new_tokens, self.config.context_len,
+                self.config.evict_quantum,
+            )
+        return self._stream(session, ids, request, commit)
+
+    def query(self, session_id: str, question: Sequence[int], **options) -> Answer:
+        """Ask and return the whole answer; see `stream` for arguments and errors."""
+        return _finish(self.stream(session_id, question, **options))
+
+    def choose(
+        self, session_id: str, question: Sequence[int], choices: Sequence[Sequence[int]]
+    ) -> Answer:
+        """Answer with the most probable of fixed continuations, scored on their real token ids.
+
+        All choices are scored in the steps of the question itself, as a tree behind its last
+        token; the session is unchanged.
+
+        Args:
+          choices: token ids of each choice; one may be a prefix of another, see ChoiceTree.
+        Raises:
+          InputError, CapacityError, SessionError: as for query.
+        """
+        session = self.session(session_id)
+        ids = self._checked(question, "question")
+        checked = [tuple(self._checked(choice, "choices").tolist()) for choice in choices]
+        tree = ChoiceTree(checked)
+        longest = max(len(choice) for choice in checked)
+        self._check_positions(session.context_len, len(ids), longest)
+        parts = generation.tree_parts(
+            tree, self.config.step_shapes[-1].num_rows - 1, self.executor.longest_step - 1
+        )
+        before = self.executor.tokens_forwarded
+        paid, skip = self._longest_paid(session, ids)
+        owner = next(self._owners)
+        tail = self._tail(session, owner, paid, skip, len(ids) - skip)
+        logprobs: dict[tuple[int, int], float] = {}
+        try:
+            if skip == len(ids):
+                assert paid is not None
+                root = paid.ready
+                row = np.asarray(root.row_logits()) - root.lse
+                logprobs |= {(0, t): float(row[t]) for t in tree.nodes[0].children}
+            else:
+                first_part = parts.pop(0) if parts else None
+                result = tail.forward(ids[skip:], want_last=True, nodes=first_part)
+                assert result is not None
+                root = NextToken.of(result.summary, 0, None)
+                logprobs |= self._edge_logprobs(tree, result, [0], 0)
+                if first_part:
+                    nodes = [first_part.nodes[index] for index in first_part.wanted]
+                    logprobs |= self._edge_logprobs(tree, result, nodes, 1)
+            for part in parts:
+                result = tail.forward([], want_last=False, nodes=part)
+                assert result is not None
+                nodes = [part.nodes[index] for index in part.wanted]
+                logprobs |= self._edge_logprobs(tree, result, nodes, 0)
+        finally:
+            tail.close()
+        scores = tree.scores([logprobs[edge] for edge in tree.edges()])
+        best = max(range(len(scores)), key=lambda index: (scores[index], -index))
+        return Answer(
+            token_ids=checked[best], finish_reason=FinishReason.CHOICE,
+            text=self._tokenizer.decode(checked[best]) if self._tokenizer else "",
+            source=Source.RESUMED if skip else Source.COMPUTED, version=session.version,
+            context_len=session.context_len,
+            tokens_forwarded=self.executor.tokens_forwarded - before, gap=root.gap,
+            choice=best, choice_logprobs=tuple(scores),
+        )
+
+    def generate(self, prompt: Sequence[int], *, max_new_tokens: int, **options) -> Answer:
+        """Answer a prompt without a session; options as for query."""
+        return _finish(self.stream_generate(prompt, max_new_tokens=max_new_tokens, **options))
+
+    def stream_generate(
+        self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Sampling | None = None,
+        eos_ids: Sequence[int] = (), stop: Sequence[str] = (), top_logprobs: int | None = None,
+    ) -> Generator[Token, None, Answer]:
+        """Like `stream`, without a session."""
+        ids = self._checked(prompt, "prompt")
+        request = self._request(ids, max_new_tokens, sampling, eos_ids, stop, top_logprobs)
+        self._check_positions(0, len(ids), max_new_tokens)
+        nobody = Session(session_id="(none)", owner=next(self._owners), when_full="error")
+        return self._stream(nobody, ids, request, commit=False)
+
+    # Figures
+
+    @property
+    def cells_used(self) -> int:
+        """Cells that open sessions see, those shared by several counted once."""
+        seen = {
+            (entry.page, cell)
+            for session in self._sessions.values()
+            for entry in session.entries
+            for cell in range(entry.first, entry.fill)
+        }
+        return len(seen)
+
+    @property
+    def cells_held(self) -> int:
+        """Cells of all pages in use."""
+        return (self.pages.num_pages - self.pages.num_free) * self.pages.page_size
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of all pages in use."""
+        return self.cells_held * self.model.bytes_per_cell
+
+    # Inside
+
+    def _free_name(self) -> str:
+        return next(name for n in self._names if (name := f"s{n}") not in self._sessions)
+
+    def _checked(self, token_ids: Sequence[int], what: str) -> np.ndarray:
+        ids = np.asarray(token_ids)
+        if ids.size == 0:
+            raise InputError(f"{what}: expected at least one token id, got none")
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise InputError(
+                f"{what}: expected a flat list of integer token ids, got shape {ids.shape} of "
+                f"{ids.dtype}"
+            )
+        bad = ids[(ids < 0) | (ids >= self.model.vocab_size)]
+        if bad.size:
+            raise InputError(
+                f"{what}: expected token ids in 0 … {self.model.vocab_size - 1}, got {bad[0]}; "
+                "encode the text with this model's tokenizer"
+            )
+        return ids.astype(np.int32)
+
+    def _check_positions(self, context_len: int, count: int, max_new_tokens: int) -> None:
+        limit = self.model.max_positions
+        if context_len + count + max_new_tokens > limit:
+            raise CapacityError(
+                f"{context_len} context tokens, {count} more and {max_new_tokens} new ones exceed "
+                f"the model's {limit} positions; at most {max(limit - context_len, 0)} are free: "
+                "shorten the question, ask for fewer tokens, or lower context_len"
+            )
+
+    def _request(self, ids, max_new_tokens, sampling, eos_ids, stop, top_logprobs) -> Request:
+        if stop and self._tokenizer is None:
+            raise InputError("stop: needs text, and this engine has no tokenizer; pass eos_ids")
+        sampling = sampling or Sampling()
+        for token_id in (*sampling.logit_bias, *eos_ids):
+            if not 0 <= token_id < self.model.vocab_size:
+                raise InputError(
+                    f"logit_bias and eos_ids: expected ids in 0 … {self.model.vocab_size - 1}, "
+                    f"got {token_id}"
+                )
+        return Request(
+            token_ids=tuple(ids.tolist()), max_new_tokens=max_new_tokens, sampling=sampling,
+            eos_ids=tuple(eos_ids), stop=tuple(stop), top_logprobs=top_logprobs,
+        )
+
+    def _shifts(self, session: Session, count: int, evicting: int = 0) -> np.ndarray:
+        """Shifts of the next `count` stream tokens after `evicting` more are dropped."""
+        epoch = session_module.rotation_epoch(
+            self.model.max_positions, session.frozen_len, self.config.page_size
+        )
+        return session_module.stream_shifts(
+            session.stream_len, count, session.evicted + evicting, epoch
+        )
+
+    def _append(self, session: Session, ids: np.ndarray) -> None:
+        dropped = session_module.overflow_evictions(
+            session, len(ids), self.config.context_len, self.config.evict_quantum
+        )
+        shifts = self._shifts(session, len(ids), dropped)
+        entries = session_module.evict(session, dropped) if dropped else session.entries
+        position = session.context_len - dropped
+        self._check_pages(session, entries, position, shifts)
+        self._forget_paid(session)
+        if dropped:
+            self._drop_oldest(session, dropped)
+        self._extend(session, ids, shifts)
+
+    def _extend(self, session: Session, ids: np.ndarray, shifts: np.ndarray) -> None:
+        """Forward tokens behind the context and make them part of it."""
+        tail = Tail(
+            self.executor, self.pages, session.owner, session.entries, session.context_len,
+            shifts, growing=True,
+        )
+        try:
+            tail.forward(ids, want_last=False)
+            entries = tail.keep()
+        except BaseException:
+            tail.close()
+            raise
+        self.pages.drop(session.entries)
+        session.entries = entries
+        session.token_ids.extend(ids.tolist())
+
+    def _drop_oldest(self, session: Session, count: int) -> None:
+        entries = session_module.evict(session, count)
+        self.pages.replace(session.entries, entries)
+        session.entries = entries
+        session.stream_floor = session.stream_len
+        del session.token_ids[session.frozen_len : session.frozen_len + count]
+        session.evicted += count
+
+    def _roll_back(self, session: Session, count: int) -> None:
+        entries = session_module.rolled_back(session, count)
+        self._forget_paid(session)
+        self.pages.replace(session.entries, entries)
+        session.entries = entries
+        del session.token_ids[session.context_len - count :]
+
+    def _check_pages(self, session: Session, entries, position: int, shifts) -> None:
+        """Refuse what the pool cannot hold, counting what paid tails and eviction give back."""
+        needed = pages_module.pages_needed(
+            self.pages, session.owner, entries, position, shifts
+        )
+        self._require(needed, [session.entries, *(p.entries for p in session.paid)], entries)
+
+    def _check_pages_for_update(self, session: Session, common: int, count: int) -> None:
+        """The same for what an update rolls back and appends."""
+        kept = session.frozen_len + common
+        entries = pages_module.cut_end(session.entries, kept)
+        dropped = max(0, kept + count - self.config.context_len)
+        if dropped and session.when_full == "error":
+            raise CapacityError(
+                f"session {session.session_id}: an update to {kept + count} tokens exceeds "
+                f"context_len={self.config.context_len}; shorten it or raise context_len"
+            )
+        needed = -(-count // self.config.page_size) + 1
+        self._require(needed, [session.entries, *(p.entries for p in session.paid)], entries)
+
+    def _require(self, needed: int, released, kept) -> None:
+        counts: dict[int, int] = {}
+        for entries in released:
+            for entry in entries:
+                counts[entry.page] = counts.get(entry.page, 0) + 1
+        staying = {entry.page for entry in kept}
+        freed = sum(
+            self.pages.header(page).references == count
+            for page, count in counts.items()
+            if page not in staying
+        )
+        if needed > self.pages.num_free + freed:
+            raise CapacityError(
+                f"needs {needed} pages of {self.pages.page_size} cells, "
+                f"{self.pages.num_free + freed} of {self.pages.num_pages} can be had; close a "
+                "session or start with more num_pages"
+            )
+
+    def _forget_paid(self, session: Session) -> None:
+        for paid in session.paid:
+            self.pages.drop(paid.entries)
+        session.paid.clear()
+
+    def _longest_paid(self, session: Session, ids: np.ndarray) -> tuple[PaidTail | None, int]:
+        """Find the paid tail that saves most, and how many question tokens it saves.
+
+        All of them only if the tail ends exactly there: then its distribution is the answer's.
+        """
+        best, skip = None, 0
+        for paid in session.paid:
+            common = _common_len(np.asarray(paid.token_ids, np.int32), ids)
+            if common == len(ids) and common < len(paid.token_ids):
+                common -= 1
+            if common > skip:
+                best, skip = paid, common
+        return best, skip
+
+    def _tail(
+        self, session: Session, owner: int, paid: PaidTail | None, skip: int, count: int
+    ) -> Tail:
+        """Start a tail of `count` more tokens behind the context and `skip` paid ones."""
+        position = session.context_len + skip
+        context = session.entries
+        if paid:
+            context = pages_module.cut_end(paid.entries, position)
+        shifts = self._shifts(session, skip + count)[skip:]
+        return Tail(self.executor, self.pages, owner, context, position, shifts)
+
+    def _ask(self, tail: Tail, ids: np.ndarray, paid: PaidTail | None, skip: int) -> NextToken:
+        """Forward what is not paid; return the distribution after the question."""
+        if skip == len(ids):
+            assert paid is not None
+            return paid.ready
+        result = tail.forward(ids[skip:], want_last=True)
+        assert result is not None
+        return NextToken.of(result.summary, 0, lambda: result.row_logits(0))
+
+    def _stream(
+        self, session: Session, ids: np.ndarray, request: Request, commit: bool
+    ) -> Generator[Token, None, Answer]:
+        before = self.executor.tokens_forwarded
+        paid, skip = self._longest_paid(session, ids)
+        owner = session.owner if commit else next(self._owners)
+        version, context_len = session.version, session.context_len
+        tail = self._tail(session, owner, paid, skip, len(ids) - skip + request.max_new_tokens)
+        try:
+            first = self._ask(tail, ids, paid, skip)
+            tokens, text, reason = yield from generation.stream_tokens(
+                tail, self.executor, request, first, self._tokenizer
+            )
+            if commit:
+                self._commit(session, version, tail, ids, [token.token_id for token in tokens])
+        finally:
+            tail.close()
+        return generation.answer_of(
+            tokens, text, reason, first,
+            source=Source.RESUMED if skip else Source.COMPUTED, version=version,
+            context_len=context_len, tokens_forwarded=self.executor.tokens_forwarded - before,
+        )
+
+    def _commit(self, session: Session, version: int, tail: Tail, ids, answer: list[int]) -> None:
+        """Make a finished tail part of the stream."""
+        if session.version != version or session.session_id not in self._sessions:
+            raise SessionError(
+                f"session {session.session_id} changed while a turn to be committed was running; "
+                "ask again"
+            )
+        tail.forward(answer[-1:], want_last=False)  # the last token drawn was not forwarded yet
+        entries = tail.entries()
+        self.pages.hold(entries)
+        self._forget_paid(session)
+        self.pages.drop(session.entries)
+        session.entries = entries
+        dropped = session_module.overflow_evictions(
+            session, len(ids) + len(answer), self.config.context_len, self.config.evict_quantum
+        )
+        session.token_ids.extend([*ids.tolist(), *answer])
+        if dropped:
+            self._drop_oldest(session, dropped)
+        session.version += 1
+
+    def _edge_logprobs(self, tree: ChoiceTree, result: Any, nodes: Sequence[int], first_row: int):
+        pairs = [
+            (first_row + index, token, node)
+            for index, node in enumerate(nodes)
+            for token in tree.nodes[node].children
+        ]
+        values = result.logprobs_at([(row, token) for row, token, _ in pairs])
+        return {
+            (node, token): value
+            for (_, token, node), value in zip(pairs, values, strict=True)
+        }
+
+
+def _common_len(left: np.ndarray, right: np.ndarray) -> int:
+    """Length of the longest common prefix."""
+    count = min(len(left), len(right))
+    differs = np.flatnonzero(left[:count] != right[:count])
+    return int(differs[0]) if differs.size else count
+
+
+def _finish(stream: Iterator[Token]) -> Answer:
+    """Exhaust a stream and return what its generator returned."""
+    while True:
+        try:
+            next(stream)
+        except StopIteration as end:
+            return end.value

@@ -1,0 +1,205 @@
+"""Everything that is compiled, and the pool it runs on."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstate import rows as rows_module
+from jaxstate import sampling
+from jaxstate.config import EngineConfig
+from jaxstate.errors import CapacityError
+from jaxstate.kernels_pallas.gate_scan_xla import GateSummary
+from jaxstate.models.config import ModelConfig
+from jaxstate.models.params import Params
+from jaxstate.rows import Group
+from jaxstate.sampling import Sampling
+from jaxstate.state import StepShape, init_pool
+from jaxstate.step import step
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int, str, float], None]
+"""progress(done, total, name, seconds): called after each executable is compiled."""
+
+MAX_TOP_LOGPROBS = 20
+_PAIRS = 64  # (row, token id) pairs looked up at once when choices are scored
+
+
+class StepResult:
+    """Outputs of one step; `summary` is on the host, logits stay on the device."""
+
+    def __init__(self, executor: Executor, summary: GateSummary, logits: jax.Array):
+        """Keep what the step returned."""
+        self.summary = summary
+        self._executor = executor
+        self._logits = logits
+
+    def row_logits(self, row: int) -> jax.Array:
+        """Return one row's logits, [vocab] f32, on the device."""
+        return self._executor.call("take_row", self._logits, np.int32(row))
+
+    def logprobs_at(self, pairs: Sequence[tuple[int, int]]) -> list[float]:
+        """Return the log-probability of each (row, token id)."""
+        found: list[float] = []
+        for begin in range(0, len(pairs), _PAIRS):
+            part = np.zeros((_PAIRS, 2), np.int32)
+            given = pairs[begin : begin + _PAIRS]
+            part[: len(given)] = given
+            logits = self._executor.call("take_logits", self._logits, part[:, 0], part[:, 1])
+            logprobs = np.asarray(logits) - np.asarray(self.summary.lse)[part[:, 0]]
+            found += logprobs[: len(given)].tolist()
+        return found
+
+
+class Executor:
+    """Owns parameters, pool and executables; the pool is donated to every step and rebound."""
+
+    def __init__(
+        self, params: Params, model: ModelConfig, config: EngineConfig,
+        *, progress: Progress | None = None,
+    ):
+        """Allocate the pool and compile every executable, so that nothing compiles later."""
+        self.model = model
+        self.config = config
+        self.tokens_forwarded = 0
+        self.steps = 0
+        self._params = params
+        self._pool = init_pool(model, config.num_pages, config.page_size)
+        words = -(-model.vocab_size // 32)
+        self._allowed_bits = jnp.full((1, words), 0xFFFFFFFF, jnp.uint32)
+        self._no_bias = jnp.zeros(model.vocab_size, jnp.float32)
+        self._steps: dict[StepShape, Any] = {}
+        self._calls: dict[tuple, Any] = {}
+        self._compile(progress)
+
+    @property
+    def num_executables(self) -> int:
+        """Compiled programs this executor holds."""
+        return len(self._steps) + len(self._calls)
+
+    @property
+    def longest_step(self) -> int:
+        """Most tokens one step takes."""
+        return self.config.step_shapes[-1].num_tokens
+
+    def run(self, groups: Sequence[Group]) -> StepResult:
+        """Forward the groups' tokens in one step.
+
+        Raises:
+          CapacityError: no compiled shape holds them.
+        """
+        shape = rows_module.choose_shape(groups, self.config.step_shapes)
+        if shape is None:
+            raise CapacityError(
+                "no compiled step shape holds these rows; forward fewer tokens or outputs at once, "
+                f"the largest is {self.config.step_shapes[-1]}"
+            )
+        packed = rows_module.pack(groups, shape, self.config)
+        self._pool, outputs = self._steps[shape](
+            self._params, self._pool, packed, self._allowed_bits
+        )
+        self.steps += 1
+        self.tokens_forwarded += sum(len(row.token_ids) for group in groups for row in group.rows)
+        return StepResult(self, jax.device_get(outputs.summary), outputs.logits)
+
+    def wait(self) -> None:
+        """Block until the device has finished all steps."""
+        jax.block_until_ready(self._pool)
+
+    def read_cells(self, cells: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Copy cells out of the pool, for tests and snapshots: per layer k, v [heads, n, D]."""
+        page, cell = cells // self.config.page_size, cells % self.config.page_size
+        return [
+            (np.asarray(layer.k_pages)[:, page, cell], np.asarray(layer.v_pages)[:, page, cell])
+            for layer in self._pool
+        ]
+
+    def draw(self, logits: jax.Array, settings: Sampling, token_index: int) -> int:
+        """Draw a token from [vocab] logits; see Sampling."""
+        bias: Any = self._no_bias
+        if settings.logit_bias:
+            bias = np.zeros(self.model.vocab_size, np.float32)
+            for token_id, value in settings.logit_bias.items():
+                bias[token_id] = value
+        token = self.call(
+            "draw", logits, bias, np.float32(settings.temperature), np.int32(settings.top_k),
+            np.float32(settings.top_p), np.float32(settings.min_p), np.uint32(settings.seed),
+            np.int32(token_index),
+        )
+        return int(token)
+
+    def top_logits(self, logits: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+        """Return the largest logits of [vocab] and their ids."""
+        return jax.device_get(self.call("top_logits", logits))
+
+    def call(self, name: str, *args):
+        """Run a compiled helper; `logits` arrays of different row counts have one each."""
+        return self._calls[(name, args[0].shape)](*args)
+
+    def _compile(self, progress: Progress | None) -> None:
+        """Compile helpers and steps; XLA reports nothing itself, hence the callback."""
+        jobs = [(f"step {shape.num_tokens}", shape) for shape in self.config.step_shapes]
+        helpers = self._helpers()
+        total = len(jobs) + len(helpers)
+        done = 0
+        for name, job in [*helpers.items(), *jobs]:
+            began = time.perf_counter()
+            if isinstance(job, StepShape):
+                self._steps[job] = self._compile_step(job)
+            else:
+                function, args = job
+                lowered = jax.jit(function).lower(*args)
+                self._calls[(str(name[0]), args[0].shape)] = lowered.compile()
+                name = str(name[0])
+            done += 1
+            seconds = time.perf_counter() - began
+            logger.info("compiled %s, %d/%d, %.1f s", name, done, total, seconds)
+            if progress:
+                progress(done, total, str(name), seconds)
+
+    def _compile_step(self, shape: StepShape):
+        function = functools.partial(step, config=self.model, shape=shape)
+        packed = rows_module.pack([], shape, self.config)
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype),
+            (self._params, self._pool, packed, self._allowed_bits),
+        )
+        return jax.jit(function, donate_argnums=(1,)).lower(*abstract).compile()
+
+    def _helpers(self) -> dict[tuple, tuple[Callable, tuple]]:
+        vocab = self.model.vocab_size
+
+        def array(shape, dtype):
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        def scalar(dtype):
+            return array((), dtype)
+
+        row = array((vocab,), jnp.float32)
+        helpers: dict[tuple, tuple[Callable, tuple]] = {
+            ("draw", vocab): (
+                sampling.draw,
+                (
+                    row, row, scalar(jnp.float32), scalar(jnp.int32), scalar(jnp.float32),
+                    scalar(jnp.float32), scalar(jnp.uint32), scalar(jnp.int32),
+                ),
+            ),
+            ("top_logits", vocab): (
+                functools.partial(sampling.top_logits, count=min(MAX_TOP_LOGPROBS, vocab)),
+                (row,),
+            ),
+        }
+        for num_rows in sorted({shape.num_rows for shape in self.config.step_shapes}):
+            logits = array((num_rows, vocab), jnp.float32)
+            pairs = array((_PAIRS,), jnp.int32)
+            helpers[("take_row", num_rows)] = (sampling.take_row, (logits, scalar(jnp.int32)))
+            helpers[("take_logits", num_rows)] = (sampling.take_logits, (logits, pairs, pairs))
+        return helpers

@@ -1,0 +1,178 @@
+"""Packing what sessions want forwarded into the Rows of one step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxstate.config import EngineConfig
+from jaxstate.errors import CapacityError
+from jaxstate.kernels_pallas.work import NUM_COLUMNS, WorkList
+from jaxstate.pages import Stretch
+from jaxstate.state import Rows, StepShape
+
+PADDING_ROW = np.int32(2**30)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowInput:
+    """New tokens of one row.
+
+    Attributes:
+      token_ids: [tokens] int32.
+      positions: [tokens] int32.
+      cells: [tokens] int32 pool cells to write.
+      shifts: [tokens] int32, see Entry.
+      context: cells only this row sees.
+      wanted: token indices whose next-token distributions are wanted.
+      parents: index of the token that each one follows, -1 for the first; None = a plain sequence.
+        A token sees its ancestors.
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    cells: np.ndarray
+    shifts: np.ndarray
+    context: Sequence[Stretch] = ()
+    wanted: Sequence[int] = ()
+    parents: Sequence[int] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Rows that share a context, which is read once for all of them."""
+
+    rows: Sequence[RowInput]
+    context: Sequence[Stretch] = ()
+
+
+def choose_shape(groups: Sequence[Group], shapes: Sequence[StepShape]) -> StepShape | None:
+    """Return the smallest shape that holds the groups, None if there is none."""
+    wanted = sum(len(row.wanted) for group in groups for row in group.rows)
+    for shape in shapes:
+        block = shape.block_tokens
+        if block == shape.num_tokens:
+            tokens = sum(len(row.token_ids) for group in groups for row in group.rows)
+        else:
+            tokens = sum(
+                -(-sum(len(row.token_ids) for row in group.rows) // block) * block
+                for group in groups
+            )
+        if tokens <= shape.num_tokens and wanted <= shape.num_rows:
+            return shape
+    return None
+
+
+def pack(groups: Sequence[Group], shape: StepShape, config: EngineConfig) -> Rows:
+    """Lay groups out as the Rows of one step.
+
+    Outputs come in the order of groups, rows and `wanted`. With several blocks each group starts
+    a new one, so that no block visits a context that none of its tokens sees.
+
+    Raises:
+      CapacityError: a step would read more stretches than the table holds.
+    """
+    tokens = shape.num_tokens
+    token_ids = np.zeros(tokens, np.int32)
+    positions = np.zeros(tokens, np.int32)
+    token_rows = np.full(tokens, PADDING_ROW, np.int32)
+    write_cells = np.full(tokens, config.num_cells, np.int32)
+    write_shifts = np.zeros(tokens, np.int32)
+    tail_mask = np.eye(tokens, dtype=bool)
+    output_tokens = np.zeros(shape.num_rows, np.int32)
+    items: list[list[tuple[int, ...]]] = [[] for _ in config.stretch_cells]
+    num_outputs = 0
+    row_idx = 0
+    at = 0
+    for group in groups:
+        if shape.block_tokens < tokens:
+            at = -(-at // shape.block_tokens) * shape.block_tokens
+        first_row, first_token = row_idx, at
+        for row in group.rows:
+            count = len(row.token_ids)
+            span = slice(at, at + count)
+            token_ids[span] = row.token_ids
+            positions[span] = row.positions
+            token_rows[span] = row_idx
+            write_cells[span] = row.cells
+            write_shifts[span] = row.shifts
+            tail_mask[span, span] = _sees(count, row.parents)
+            for index in row.wanted:
+                output_tokens[num_outputs] = at + index
+                num_outputs += 1
+            blocks = _blocks(at, count, shape.block_tokens)
+            _cover(items, row.context, config, row_idx, row_idx + 1, blocks)
+            row_idx += 1
+            at += count
+        blocks = _blocks(first_token, at - first_token, shape.block_tokens)
+        _cover(items, group.context, config, first_row, row_idx, blocks)
+    return Rows(
+        token_ids=token_ids, positions=positions, token_rows=token_rows,
+        write_cells=write_cells, write_shifts=write_shifts, tail_mask=tail_mask,
+        work=tuple(
+            _work_list(rows, cells, config.table_capacity)
+            for rows, cells in zip(items, config.stretch_cells, strict=True)
+        ),
+        output_tokens=output_tokens, num_outputs=np.asarray(num_outputs, np.int32),
+        allowed_idx=np.zeros(shape.num_rows, np.int32),
+    )
+
+
+def _sees(count: int, parents: Sequence[int] | None) -> np.ndarray:
+    """[tokens, tokens] bool: causal, or each token and its ancestors."""
+    if parents is None:
+        return np.tril(np.ones((count, count), bool))
+    sees = np.eye(count, dtype=bool)
+    for index, parent in enumerate(parents):
+        if parent >= 0:
+            sees[index] |= sees[parent]
+    return sees
+
+
+def _blocks(first_token: int, count: int, block_tokens: int) -> range:
+    """Blocks that hold tokens first_token … first_token + count - 1."""
+    return range(first_token // block_tokens, -(-(first_token + count) // block_tokens))
+
+
+def _cover(
+    items: list[list[tuple[int, ...]]], context: Sequence[Stretch], config: EngineConfig,
+    row_begin: int, row_end: int, blocks: range,
+) -> None:
+    """Cover stretches by work items: long ones first, the rest by short ones."""
+    for begin, end, base, shift in context:
+        while begin < end:
+            size_idx = _item_size(end - begin, config.stretch_cells)
+            cells = config.stretch_cells[size_idx]
+            start = min(begin, config.num_cells - cells)
+            stop = min(begin + cells, end)
+            for block in blocks:
+                items[size_idx].append(
+                    (
+                        start, begin - start, stop - start, base + start, shift,
+                        row_begin, row_end, block,
+                    )
+                )
+            begin = stop
+
+
+def _item_size(cells: int, sizes: Sequence[int]) -> int:
+    """Choose the longest size that is more than half used, else the shortest."""
+    for index, size in enumerate(sizes[:-1]):
+        if 2 * cells > size:
+            return index
+    return len(sizes) - 1
+
+
+def _work_list(rows: list[tuple[int, ...]], cells: int, capacity: int) -> WorkList:
+    if len(rows) > capacity:
+        raise CapacityError(
+            f"a step reads {len(rows)} stretches of {cells} cells, the table holds {capacity}; "
+            "raise table_capacity or forward fewer rows at once"
+        )
+    table = np.zeros((capacity, NUM_COLUMNS), np.int32)
+    if rows:
+        rows.sort(key=lambda row: (row[7], row[4]))
+        table[: len(rows)] = rows
+    return WorkList(items=table, count=np.asarray(len(rows), np.int32), cells_per_item=cells)

@@ -1,0 +1,107 @@
+"""The step: the only function that runs the model on a pool."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxstate.kernels_pallas import attention_xla
+from jaxstate.kernels_pallas import work as work_columns
+from jaxstate.kernels_pallas.gate_scan_xla import gate_scan
+from jaxstate.kernels_pallas.kv_write_xla import kv_write
+from jaxstate.kernels_pallas.rope import angles_at, turn
+from jaxstate.models import decoder
+from jaxstate.models.config import ModelConfig, RopeConfig
+from jaxstate.models.params import Params
+from jaxstate.state import LayerPages, Outputs, Pool, Rows, StepShape
+
+
+def step(
+    params: Params, pool: Pool, rows: Rows, allowed_bits: jax.Array,
+    *, config: ModelConfig, shape: StepShape,
+) -> tuple[Pool, Outputs]:
+    """Run the model over the rows' tokens; the caller donates the pool and rebinds it at once.
+
+    A token sees the cells of its row's work items, as they were before the step, and the step's
+    own tokens through the tail mask; both by position (see WorkList, Rows).
+
+    Args:
+      params: tree of `param_specs(config)`.
+      pool: pages of every layer; donated.
+      rows: see Rows.
+      allowed_bits: [sets, ceil(vocab / 32)] uint32 packed allowed sets.
+    Returns:
+      pool: with the new tokens' keys and values written.  outputs: see Outputs.
+    """
+    tokens = shape.num_tokens
+    chex.assert_shape(
+        [rows.token_ids, rows.positions, rows.token_rows, rows.write_cells, rows.write_shifts],
+        (tokens,),
+    )
+    chex.assert_shape(rows.tail_mask, (tokens, tokens))
+    chex.assert_shape([rows.output_tokens, rows.allowed_idx], (shape.num_rows,))
+    ropes = {layer.rope: _rope_tables(layer.rope, config, rows) for layer in config.layers}
+
+    def attend(layer_idx, q, k, v, pages: LayerPages):
+        layer = config.layers[layer_idx]
+        tables = ropes[layer.rope]
+        q = turn(q, tables["tokens"][:, None])
+        k = turn(k, tables["tokens"][:, None])
+        stored = turn(k, tables["write_shifts"].reversed[:, None])
+        # Write before any read: XLA then updates the donated pages in place. The context part
+        # sees only cells that existed before the step, so the order does not show.
+        pages = LayerPages(
+            k_pages=kv_write(pages.k_pages, stored, rows.write_cells),
+            v_pages=kv_write(pages.v_pages, v, rows.write_cells),
+        )
+        options = dict(
+            block_tokens=shape.block_tokens, window=layer.window,
+            precision=config.dtypes.precision,
+        )
+        partial = attention_xla.tail_attention(
+            q, k, v, rows.positions, rows.tail_mask, **options
+        )
+        for work, shifts in zip(rows.work, tables["work"], strict=True):
+            partial = attention_xla.context_attention(
+                partial, q, rows.positions, rows.token_rows, pages.k_pages, pages.v_pages,
+                work, shifts, **options,
+            )
+        mixed = attention_xla.normalize(partial, shape.block_tokens)
+        return mixed.astype(config.dtypes.compute_dtype), pages
+
+    hidden, pool = decoder.forward(params, config, rows.token_ids, attend, pool)
+    return pool, _outputs(params, config, hidden, rows, allowed_bits)
+
+
+def _rope_tables(rope: RopeConfig, config: ModelConfig, rows: Rows) -> dict:
+    """Angles shared by all layers with this rope."""
+    frequencies = jnp.asarray(rope.inverse_frequencies(config.head_dim))
+    return {
+        "tokens": angles_at(rows.positions, frequencies),
+        "write_shifts": angles_at(rows.write_shifts, frequencies),
+        "work": tuple(angles_at(work.items[:, work_columns.SHIFT], frequencies) for work in rows.work),
+    }
+
+
+def _outputs(params, config: ModelConfig, hidden, rows: Rows, allowed_bits) -> Outputs:
+    """Logits and summaries of the wanted rows; no vocabulary work when none is wanted."""
+    wanted = hidden[rows.output_tokens]  # [rows, hidden_size]
+    num_rows, vocab = wanted.shape[0], config.vocab_size
+
+    def none(_):
+        return jnp.zeros((num_rows, vocab), config.dtypes.accum_dtype)
+
+    def first(wanted):
+        # One row reads the output matrix at memory speed, which a padded product does not.
+        one = decoder.logits(params, config, wanted[:1])
+        return jnp.zeros((num_rows, vocab), one.dtype).at[:1].set(one)
+
+    def every(wanted):
+        return decoder.logits(params, config, wanted)
+
+    branches = [none, first] if num_rows == 1 else [none, first, every]
+    logits = jax.lax.switch(
+        jnp.minimum(rows.num_outputs, len(branches) - 1), branches, wanted
+    )
+    return Outputs(summary=gate_scan(logits, allowed_bits, rows.allowed_idx), logits=logits)

@@ -1,0 +1,49 @@
+"""Decoder families, their weights and their tokenizers; knows nothing of sessions."""
+
+from jaxstate.models import chat_template, sources
+from jaxstate.models.config import DtypePolicy, LayerConfig, ModelConfig, RopeConfig
+from jaxstate.models.decoder import Attend, forward, logits
+from jaxstate.models.gguf_file import GgufFile
+from jaxstate.models.gguf_loader import load_gguf
+from jaxstate.models.layers import rotate
+from jaxstate.models.loading import LoadedModel, load
+from jaxstate.models.params import (
+    Params,
+    ParamSpec,
+    abstract_params,
+    check_params,
+    init_params,
+    map_specs,
+    param_specs,
+    partition_specs,
+)
+from jaxstate.models.safetensors_loader import load_safetensors
+from jaxstate.models.tokenizer import Detokenizer, Tokenizer
+
+__all__ = [
+    "Attend",
+    "Detokenizer",
+    "DtypePolicy",
+    "GgufFile",
+    "LayerConfig",
+    "LoadedModel",
+    "ModelConfig",
+    "ParamSpec",
+    "Params",
+    "RopeConfig",
+    "Tokenizer",
+    "abstract_params",
+    "chat_template",
+    "check_params",
+    "forward",
+    "init_params",
+    "load",
+    "load_gguf",
+    "load_safetensors",
+    "logits",
+    "map_specs",
+    "param_specs",
+    "partition_specs",
+    "rotate",
+    "sources",
+]

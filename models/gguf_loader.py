@@ -1,0 +1,35 @@
+"""Load a model from a GGUF file."""
+
+from __future__ import annotations
+
+import pathlib
+
+from jaxstate.models import registry, weights
+from jaxstate.models.config import DtypePolicy, ModelConfig
+from jaxstate.models.gguf_file import GgufFile
+from jaxstate.models.params import Params
+
+
+def load_gguf(
+    source: GgufFile | str | pathlib.Path, *, dtypes: DtypePolicy | None = None
+) -> tuple[ModelConfig, Params]:
+    """Read configuration and weights; quantized tensors are dequantized.
+
+    Args:
+      source: path, or a file already opened.
+      dtypes: f32 throughout if None; weights are cast to its param_dtype.
+    Returns:
+      The configuration, and the tree of param_specs(config).
+    Raises:
+      FileNotFoundError: nothing is there.
+      ValueError: the file is no GGUF file, damaged, of an unknown family, asks for a feature that
+        is not supported, or its tensors do not fit its configuration.
+    """
+    file = source if isinstance(source, GgufFile) else GgufFile(source)
+    file.fields.require("split.count", 0, 1)
+    family = registry.family_from_gguf(file.fields.text("general.architecture"))
+    config = family.config_from_gguf(file.fields, file.tensors.keys(), dtypes or DtypePolicy())
+    params = weights.assemble(
+        config, family.gguf, shapes=file.shapes, read=file.read, origin=str(file.path)
+    )
+    return config, params

@@ -1,0 +1,58 @@
+"""The few operations all families share."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxstate.models.config import DtypePolicy
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtypes: DtypePolicy) -> jax.Array:
+    """Normalize by the root mean square in accum_dtype; x is [..., hidden].
+
+    Source: arXiv:1910.07467.
+    """
+    wide = x.astype(dtypes.accum_dtype)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (wide * inverse * scale.astype(dtypes.accum_dtype)).astype(dtypes.compute_dtype)
+
+
+def project(x: jax.Array, weight: jax.Array, num_inputs: int, dtypes: DtypePolicy) -> jax.Array:
+    """Contract x's last `num_inputs` dimensions with the weight's first ones.
+
+    One two-dimensional product whatever the head layout: reshapes of row-major arrays are free,
+    and XLA's CPU backend is fastest on a plain matrix product.
+    """
+    lead = x.shape[: x.ndim - num_inputs]
+    outputs = weight.shape[num_inputs:]
+    rows = x.reshape(-1, _size(x.shape[x.ndim - num_inputs :]))
+    matrix = weight.reshape(rows.shape[1], _size(outputs)).astype(dtypes.compute_dtype)
+    product = jnp.matmul(
+        rows, matrix, precision=dtypes.precision, preferred_element_type=dtypes.accum_dtype
+    )
+    return product.astype(dtypes.compute_dtype).reshape(*lead, *outputs)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def rotate(x: jax.Array, positions: jax.Array, inverse_frequencies: jax.Array) -> jax.Array:
+    """Apply rotary embedding in f32.
+
+    Args:
+      x: [tokens, heads, head_dim]; element i is paired with element i + head_dim / 2.
+      positions: [tokens] int32; may be negative (relocated cells turn backwards).
+      inverse_frequencies: [head_dim / 2] f32, radians per position.
+
+    Source: RoFormer (arXiv:2104.09864).
+    """
+    angles = positions.astype(jnp.float32)[:, None, None] * inverse_frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return turned.astype(x.dtype)
