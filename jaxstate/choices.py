@@ -55,8 +55,11 @@ class ChoiceTree:
                     self.nodes[at].children[token_id] = len(self.nodes)
                     self.nodes.append(
                         Node(
-                            parent=at, token_id=token_id, depth=self.nodes[at].depth + 1,
-                            children={}, choice=None,
+                            parent=at,
+                            token_id=token_id,
+                            depth=self.nodes[at].depth + 1,
+                            children={},
+                            choice=None,
                         )
                     )
                 at = self.nodes[at].children[token_id]
@@ -95,3 +98,77 @@ class ChoiceTree:
         peak = max(ends)
         total = peak + math.log(math.fsum(math.exp(end - peak) for end in ends))
         return [end - total for end in ends]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreePart:
+    """Some nodes of a choice tree as tokens behind the question, without the root.
+
+    Attributes:
+      nodes: their indices in the tree.
+      token_ids: the token of each.
+      depths: how far each stands behind the question's last token.
+      parents: index within this part of each one's parent; -1 = the question's last token.
+      wanted: indices within this part whose distributions are wanted.
+    """
+
+    nodes: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    depths: tuple[int, ...]
+    parents: tuple[int, ...]
+    wanted: tuple[int, ...]
+
+    @property
+    def wanted_nodes(self) -> tuple[int, ...]:
+        """Tree nodes whose distributions are wanted, in the order of `wanted`."""
+        return tuple(self.nodes[index] for index in self.wanted)
+
+
+def tree_parts(tree: ChoiceTree, max_wanted: int, max_tokens: int) -> list[TreePart]:
+    """Split the branching nodes below the root into parts that fit a step, with their ancestors.
+
+    Raises:
+      InputError: a choice is longer than a step.
+    """
+    parts: list[TreePart] = []
+    wanted: list[int] = []
+    members: set[int] = set()
+
+    def ancestry(node: int) -> set[int]:
+        chain = set()
+        while node > 0:
+            chain.add(node)
+            node = tree.nodes[node].parent
+        return chain
+
+    def flush():
+        if not wanted:
+            return
+        nodes = tuple(sorted(members))
+        place = {node: index for index, node in enumerate(nodes)}
+        parts.append(
+            TreePart(
+                nodes=nodes,
+                token_ids=tuple(tree.nodes[node].token_id for node in nodes),
+                depths=tuple(tree.nodes[node].depth for node in nodes),
+                parents=tuple(place.get(tree.nodes[node].parent, -1) for node in nodes),
+                wanted=tuple(place[node] for node in wanted),
+            )
+        )
+        wanted.clear()
+        members.clear()
+
+    for node in tree.branching:
+        if node == 0:
+            continue
+        chain = ancestry(node)
+        if len(chain) > max_tokens:
+            raise InputError(
+                f"choices: expected at most {max_tokens} tokens each, got {len(chain) + 1}"
+            )
+        if len(wanted) == max_wanted or len(members | chain) > max_tokens:
+            flush()
+        members |= chain
+        wanted.append(node)
+    flush()
+    return parts

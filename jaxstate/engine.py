@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -16,13 +16,14 @@ from jaxstate.choices import ChoiceTree
 from jaxstate.config import EngineConfig
 from jaxstate.errors import CapacityError, InputError, SessionError
 from jaxstate.executor import Executor, Progress
-from jaxstate.generation import NextToken, Request, Tail
+from jaxstate.generation import Request
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.params import Params
 from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.pages import Pages
 from jaxstate.sampling import Sampling
 from jaxstate.session import PaidTail, Session, WhenFull
+from jaxstate.tail import NextToken, Tail
 
 
 class Engine:
@@ -32,8 +33,13 @@ class Engine:
     """
 
     def __init__(
-        self, params: Params, model: ModelConfig, config: EngineConfig,
-        *, tokenizer: Tokenizer | None = None, progress: Progress | None = None,
+        self,
+        params: Params,
+        model: ModelConfig,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        progress: Progress | None = None,
     ):
         """Allocate the pool and compile all steps.
 
@@ -57,7 +63,10 @@ class Engine:
     # Sessions
 
     def create(
-        self, frozen: Sequence[int] = (), *, session_id: str | None = None,
+        self,
+        frozen: Sequence[int] = (),
+        *,
+        session_id: str | None = None,
         when_full: WhenFull = "error",
     ) -> str:
         """Open a session whose context starts with `frozen`, which is never evicted.
@@ -118,9 +127,14 @@ class Engine:
             raise SessionError(f"session {name} exists already; choose another id or close it")
         self.pages.hold(parent.entries)
         self._sessions[name] = Session(
-            session_id=name, owner=next(self._owners), when_full=parent.when_full,
-            frozen_len=parent.frozen_len, token_ids=list(parent.token_ids),
-            entries=parent.entries, evicted=parent.evicted, stream_floor=parent.stream_floor,
+            session_id=name,
+            owner=next(self._owners),
+            when_full=parent.when_full,
+            frozen_len=parent.frozen_len,
+            token_ids=list(parent.token_ids),
+            entries=parent.entries,
+            evicted=parent.evicted,
+            stream_floor=parent.stream_floor,
             version=parent.version,
         )
         return name
@@ -143,7 +157,7 @@ class Engine:
         """Feed known tokens to the stream; returns the session's new version.
 
         A full session with when_full="slide" first drops its oldest stream tokens, decided once
-        per append (DESIGN: ceil(overflow / quantum) * quantum).
+        per append: ceil(overflow / quantum) * quantum.
 
         Raises:
           InputError: no tokens, or an id out of range.
@@ -203,8 +217,13 @@ class Engine:
     # Asking
 
     def advance(
-        self, session_id: str, entry: Sequence[int], *, max_new_tokens: int = 0,
-        min_gap: float = 0.0, eos_ids: Sequence[int] = (),
+        self,
+        session_id: str,
+        entry: Sequence[int],
+        *,
+        max_new_tokens: int = 0,
+        min_gap: float = 0.0,
+        eos_ids: Sequence[int] = (),
     ) -> PaidTail:
         """Forward tokens a request is expected to bring, and keep them with their distribution.
 
@@ -231,16 +250,14 @@ class Engine:
                 ids = np.append(ids, np.int32(following.top_id))
                 result = tail.forward(ids[-1:], want_last=True)
                 assert result is not None
-                following = NextToken.of(result.summary, 0, result.row_logits(0))
+                following = NextToken.of(result, 0)
             entries = tail.keep()
         except BaseException:
             tail.close()
             raise
         self.pages.disown(owner, None)
-        following = NextToken(
-            top_id=following.top_id, gap=following.gap, lse=following.lse,
-            logits=following.row_logits(),
-        )
+        logits = following.row_logits()  # one row outlives the step's whole output
+        following = dataclasses.replace(following, row_logits=lambda: logits)
         kept = PaidTail(
             owner=owner, token_ids=tuple(ids.tolist()), entries=entries, ready=following
         )
@@ -248,9 +265,16 @@ class Engine:
         return kept
 
     def stream(
-        self, session_id: str, question: Sequence[int], *, max_new_tokens: int,
-        sampling: Sampling | None = None, eos_ids: Sequence[int] = (), stop: Sequence[str] = (),
-        top_logprobs: int | None = None, commit: bool = False,
+        self,
+        session_id: str,
+        question: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        eos_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        top_logprobs: int | None = None,
+        commit: bool = False,
     ) -> Generator[Token, None, Answer]:
         """Ask, and yield tokens as they are drawn; the generator returns the Answer.
 
@@ -258,7 +282,7 @@ class Engine:
         Cells are given back when the generator ends or is closed.
 
         Args:
-          question: token ids; may be empty if the session has context... see Raises.
+          question: token ids, at least one.
           stop: needs the engine to have a tokenizer.
         Raises:
           InputError: an empty question, ids out of range, contradictory settings.
@@ -271,7 +295,9 @@ class Engine:
         self._check_positions(session.context_len, len(ids), max_new_tokens)
         if commit:  # refuse now what could not be kept later
             session_module.overflow_evictions(
-                session, len(ids) + max_new_tokens, self.config.context_len,
+                session,
+                len(ids) + max_new_tokens,
+                self.config.context_len,
                 self.config.evict_quantum,
             )
         return self._stream(session, ids, request, commit)
@@ -299,45 +325,26 @@ class Engine:
         tree = ChoiceTree(checked)
         longest = max(len(choice) for choice in checked)
         self._check_positions(session.context_len, len(ids), longest)
-        parts = generation.tree_parts(
-            tree, self.config.step_shapes[-1].num_rows - 1, self.executor.longest_step - 1
-        )
         before = self.executor.tokens_forwarded
         paid, skip = self._longest_paid(session, ids)
-        owner = next(self._owners)
-        tail = self._tail(session, owner, paid, skip, len(ids) - skip)
-        logprobs: dict[tuple[int, int], float] = {}
+        tail = self._tail(session, next(self._owners), paid, skip, len(ids) - skip)
         try:
-            if skip == len(ids):
-                assert paid is not None
-                root = paid.ready
-                row = np.asarray(root.row_logits()) - root.lse
-                logprobs |= {(0, t): float(row[t]) for t in tree.nodes[0].children}
-            else:
-                first_part = parts.pop(0) if parts else None
-                result = tail.forward(ids[skip:], want_last=True, nodes=first_part)
-                assert result is not None
-                root = NextToken.of(result.summary, 0, None)
-                logprobs |= self._edge_logprobs(tree, result, [0], 0)
-                if first_part:
-                    nodes = [first_part.nodes[index] for index in first_part.wanted]
-                    logprobs |= self._edge_logprobs(tree, result, nodes, 1)
-            for part in parts:
-                result = tail.forward([], want_last=False, nodes=part)
-                assert result is not None
-                nodes = [part.nodes[index] for index in part.wanted]
-                logprobs |= self._edge_logprobs(tree, result, nodes, 0)
+            ready = paid.ready if paid and skip == len(ids) else None
+            root, scores = generation.score_choices(tail, tree, ids[skip:], ready)
         finally:
             tail.close()
-        scores = tree.scores([logprobs[edge] for edge in tree.edges()])
         best = max(range(len(scores)), key=lambda index: (scores[index], -index))
         return Answer(
-            token_ids=checked[best], finish_reason=FinishReason.CHOICE,
+            token_ids=checked[best],
+            finish_reason=FinishReason.CHOICE,
             text=self._tokenizer.decode(checked[best]) if self._tokenizer else "",
-            source=Source.RESUMED if skip else Source.COMPUTED, version=session.version,
+            source=Source.RESUMED if skip else Source.COMPUTED,
+            version=session.version,
             context_len=session.context_len,
-            tokens_forwarded=self.executor.tokens_forwarded - before, gap=root.gap,
-            choice=best, choice_logprobs=tuple(scores),
+            tokens_forwarded=self.executor.tokens_forwarded - before,
+            gap=root.gap,
+            choice=best,
+            choice_logprobs=tuple(scores),
         )
 
     def generate(self, prompt: Sequence[int], *, max_new_tokens: int, **options) -> Answer:
@@ -345,8 +352,14 @@ class Engine:
         return _finish(self.stream_generate(prompt, max_new_tokens=max_new_tokens, **options))
 
     def stream_generate(
-        self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Sampling | None = None,
-        eos_ids: Sequence[int] = (), stop: Sequence[str] = (), top_logprobs: int | None = None,
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        eos_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        top_logprobs: int | None = None,
     ) -> Generator[Token, None, Answer]:
         """Like `stream`, without a session."""
         ids = self._checked(prompt, "prompt")
@@ -420,8 +433,12 @@ class Engine:
                     f"got {token_id}"
                 )
         return Request(
-            token_ids=tuple(ids.tolist()), max_new_tokens=max_new_tokens, sampling=sampling,
-            eos_ids=tuple(eos_ids), stop=tuple(stop), top_logprobs=top_logprobs,
+            token_ids=tuple(ids.tolist()),
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            eos_ids=tuple(eos_ids),
+            stop=tuple(stop),
+            top_logprobs=top_logprobs,
         )
 
     def _shifts(self, session: Session, count: int, evicting: int = 0) -> np.ndarray:
@@ -449,8 +466,13 @@ class Engine:
     def _extend(self, session: Session, ids: np.ndarray, shifts: np.ndarray) -> None:
         """Forward tokens behind the context and make them part of it."""
         tail = Tail(
-            self.executor, self.pages, session.owner, session.entries, session.context_len,
-            shifts, growing=True,
+            self.executor,
+            self.pages,
+            session.owner,
+            session.entries,
+            session.context_len,
+            shifts,
+            growing=True,
         )
         try:
             tail.forward(ids, want_last=False)
@@ -479,10 +501,10 @@ class Engine:
 
     def _check_pages(self, session: Session, entries, position: int, shifts) -> None:
         """Refuse what the pool cannot hold, counting what paid tails and eviction give back."""
-        needed = pages_module.pages_needed(
-            self.pages, session.owner, entries, position, shifts
+        needed = pages_module.pages_needed(self.pages, session.owner, entries, position, shifts)
+        self.pages.require(
+            needed, [session.entries, *(p.entries for p in session.paid)], staying=entries
         )
-        self._require(needed, [session.entries, *(p.entries for p in session.paid)], entries)
 
     def _check_pages_for_update(self, session: Session, common: int, count: int) -> None:
         """The same for what an update rolls back and appends."""
@@ -495,25 +517,9 @@ class Engine:
                 f"context_len={self.config.context_len}; shorten it or raise context_len"
             )
         needed = -(-count // self.config.page_size) + 1
-        self._require(needed, [session.entries, *(p.entries for p in session.paid)], entries)
-
-    def _require(self, needed: int, released, kept) -> None:
-        counts: dict[int, int] = {}
-        for entries in released:
-            for entry in entries:
-                counts[entry.page] = counts.get(entry.page, 0) + 1
-        staying = {entry.page for entry in kept}
-        freed = sum(
-            self.pages.header(page).references == count
-            for page, count in counts.items()
-            if page not in staying
+        self.pages.require(
+            needed, [session.entries, *(p.entries for p in session.paid)], staying=entries
         )
-        if needed > self.pages.num_free + freed:
-            raise CapacityError(
-                f"needs {needed} pages of {self.pages.page_size} cells, "
-                f"{self.pages.num_free + freed} of {self.pages.num_pages} can be had; close a "
-                "session or start with more num_pages"
-            )
 
     def _forget_paid(self, session: Session) -> None:
         for paid in session.paid:
@@ -552,7 +558,7 @@ class Engine:
             return paid.ready
         result = tail.forward(ids[skip:], want_last=True)
         assert result is not None
-        return NextToken.of(result.summary, 0, lambda: result.row_logits(0))
+        return NextToken.of(result, 0)
 
     def _stream(
         self, session: Session, ids: np.ndarray, request: Request, commit: bool
@@ -572,9 +578,14 @@ class Engine:
         finally:
             tail.close()
         return generation.answer_of(
-            tokens, text, reason, first,
-            source=Source.RESUMED if skip else Source.COMPUTED, version=version,
-            context_len=context_len, tokens_forwarded=self.executor.tokens_forwarded - before,
+            tokens,
+            text,
+            reason,
+            first,
+            source=Source.RESUMED if skip else Source.COMPUTED,
+            version=version,
+            context_len=context_len,
+            tokens_forwarded=self.executor.tokens_forwarded - before,
         )
 
     def _commit(self, session: Session, version: int, tail: Tail, ids, answer: list[int]) -> None:
@@ -597,18 +608,6 @@ class Engine:
         if dropped:
             self._drop_oldest(session, dropped)
         session.version += 1
-
-    def _edge_logprobs(self, tree: ChoiceTree, result: Any, nodes: Sequence[int], first_row: int):
-        pairs = [
-            (first_row + index, token, node)
-            for index, node in enumerate(nodes)
-            for token in tree.nodes[node].children
-        ]
-        values = result.logprobs_at([(row, token) for row, token, _ in pairs])
-        return {
-            (node, token): value
-            for (_, token, node), value in zip(pairs, values, strict=True)
-        }
 
 
 def _common_len(left: np.ndarray, right: np.ndarray) -> int:

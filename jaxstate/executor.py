@@ -63,8 +63,12 @@ class Executor:
     """Owns parameters, pool and executables; the pool is donated to every step and rebound."""
 
     def __init__(
-        self, params: Params, model: ModelConfig, config: EngineConfig,
-        *, progress: Progress | None = None,
+        self,
+        params: Params,
+        model: ModelConfig,
+        config: EngineConfig,
+        *,
+        progress: Progress | None = None,
     ):
         """Allocate the pool and compile every executable, so that nothing compiles later."""
         self.model = model
@@ -130,8 +134,14 @@ class Executor:
             for token_id, value in settings.logit_bias.items():
                 bias[token_id] = value
         token = self.call(
-            "draw", logits, bias, np.float32(settings.temperature), np.int32(settings.top_k),
-            np.float32(settings.top_p), np.float32(settings.min_p), np.uint32(settings.seed),
+            "draw",
+            logits,
+            bias,
+            np.float32(settings.temperature),
+            np.int32(settings.top_k),
+            np.float32(settings.top_p),
+            np.float32(settings.min_p),
+            np.uint32(settings.seed),
             np.int32(token_index),
         )
         return int(token)
@@ -188,8 +198,14 @@ class Executor:
             ("draw", vocab): (
                 sampling.draw,
                 (
-                    row, row, scalar(jnp.float32), scalar(jnp.int32), scalar(jnp.float32),
-                    scalar(jnp.float32), scalar(jnp.uint32), scalar(jnp.int32),
+                    row,
+                    row,
+                    scalar(jnp.float32),
+                    scalar(jnp.int32),
+                    scalar(jnp.float32),
+                    scalar(jnp.float32),
+                    scalar(jnp.uint32),
+                    scalar(jnp.int32),
                 ),
             ),
             ("top_logits", vocab): (

@@ -115,6 +115,27 @@ class Pages:
             for start, end in zip(edges[::2], edges[1::2], strict=True)
         ]
 
+    def require(
+        self, count: int, released: Iterable[Sequence[Entry]], *, staying: Sequence[Entry]
+    ) -> None:
+        """Refuse if `count` pages cannot be had once `released` tables give way to `staying`.
+
+        Raises:
+          CapacityError: says how many can be had.
+        """
+        dropped: dict[int, int] = {}
+        for entries in released:
+            for entry in entries:
+                dropped[entry.page] = dropped.get(entry.page, 0) + 1
+        for entry in staying:
+            dropped.pop(entry.page, None)
+        freed = sum(self._headers[page].references == times for page, times in dropped.items())
+        if count > self.num_free + freed:
+            raise CapacityError(
+                f"needs {count} pages of {self.page_size} cells, {self.num_free + freed} of "
+                f"{self.num_pages} can be had; close a session or start with more num_pages"
+            )
+
     def hold(self, entries: Iterable[Entry]) -> None:
         """Count a reference for each entry and raise high-water marks to their fills."""
         for entry in entries:
@@ -217,8 +238,13 @@ def pages_needed(
 
 
 def plan_growth(
-    pages: Pages, owner: int, entries: Sequence[Entry], position: int, shifts: np.ndarray,
-    *, growing: bool,
+    pages: Pages,
+    owner: int,
+    entries: Sequence[Entry],
+    position: int,
+    shifts: np.ndarray,
+    *,
+    growing: bool,
 ) -> Growth:
     """Find cells for the next tokens of a table, which stand at `position` and following.
 
@@ -235,8 +261,10 @@ def plan_growth(
     grown = list(entries)
     fresh = iter(
         pages.allocate(
-            owner, sum(-(-(span.count - span.room) // size) for span in spans),
-            after=grown[-1].page if grown else None, growing=growing,
+            owner,
+            sum(-(-(span.count - span.room) // size) for span in spans),
+            after=grown[-1].page if grown else None,
+            growing=growing,
         )
     )
     new_pages: list[int] = []
@@ -256,8 +284,10 @@ def plan_growth(
             left -= fill
             position += fill
     return Growth(
-        cells=np.concatenate(cells).astype(np.int32), shifts=shifts.astype(np.int32),
-        entries=tuple(grown), new_pages=tuple(new_pages),
+        cells=np.concatenate(cells).astype(np.int32),
+        shifts=shifts.astype(np.int32),
+        entries=tuple(grown),
+        new_pages=tuple(new_pages),
     )
 
 

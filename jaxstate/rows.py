@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -108,16 +109,23 @@ def pack(groups: Sequence[Group], shape: StepShape, config: EngineConfig) -> Row
             at += count
         blocks = _blocks(first_token, at - first_token, shape.block_tokens)
         _cover(items, group.context, config, first_row, row_idx, blocks)
-    return Rows(
-        token_ids=token_ids, positions=positions, token_rows=token_rows,
-        write_cells=write_cells, write_shifts=write_shifts, tail_mask=tail_mask,
-        work=tuple(
-            _work_list(rows, cells, config.table_capacity)
-            for rows, cells in zip(items, config.stretch_cells, strict=True)
-        ),
-        output_tokens=output_tokens, num_outputs=np.asarray(num_outputs, np.int32),
-        allowed_idx=np.zeros(shape.num_rows, np.int32),
+    # numpy arrays all of them: they go to the device with the call
+    fields: dict[str, Any] = {
+        "token_ids": token_ids,
+        "positions": positions,
+        "token_rows": token_rows,
+        "write_cells": write_cells,
+        "write_shifts": write_shifts,
+        "tail_mask": tail_mask,
+        "output_tokens": output_tokens,
+        "num_outputs": np.asarray(num_outputs, np.int32),
+        "allowed_idx": np.zeros(shape.num_rows, np.int32),
+    }
+    work = tuple(
+        _work_list(rows, cells, config.table_capacity)
+        for rows, cells in zip(items, config.stretch_cells, strict=True)
     )
+    return Rows(work=work, **fields)
 
 
 def _sees(count: int, parents: Sequence[int] | None) -> np.ndarray:
@@ -137,8 +145,12 @@ def _blocks(first_token: int, count: int, block_tokens: int) -> range:
 
 
 def _cover(
-    items: list[list[tuple[int, ...]]], context: Sequence[Stretch], config: EngineConfig,
-    row_begin: int, row_end: int, blocks: range,
+    items: list[list[tuple[int, ...]]],
+    context: Sequence[Stretch],
+    config: EngineConfig,
+    row_begin: int,
+    row_end: int,
+    blocks: range,
 ) -> None:
     """Cover stretches by work items: long ones first, the rest by short ones."""
     for begin, end, base, shift in context:
@@ -150,8 +162,14 @@ def _cover(
             for block in blocks:
                 items[size_idx].append(
                     (
-                        start, begin - start, stop - start, base + start, shift,
-                        row_begin, row_end, block,
+                        start,
+                        begin - start,
+                        stop - start,
+                        base + start,
+                        shift,
+                        row_begin,
+                        row_end,
+                        block,
                     )
                 )
             begin = stop
@@ -175,4 +193,5 @@ def _work_list(rows: list[tuple[int, ...]], cells: int, capacity: int) -> WorkLi
     if rows:
         rows.sort(key=lambda row: (row[7], row[4]))
         table[: len(rows)] = rows
-    return WorkList(items=table, count=np.asarray(len(rows), np.int32), cells_per_item=cells)
+    fields: dict[str, Any] = {"items": table, "count": np.asarray(len(rows), np.int32)}
+    return WorkList(cells_per_item=cells, **fields)

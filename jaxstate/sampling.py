@@ -56,8 +56,14 @@ class Sampling:
 
 
 def draw(
-    logits: jax.Array, bias: jax.Array, temperature: jax.Array, top_k: jax.Array,
-    top_p: jax.Array, min_p: jax.Array, seed: jax.Array, token_index: jax.Array,
+    logits: jax.Array,
+    bias: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    seed: jax.Array,
+    token_index: jax.Array,
 ) -> jax.Array:
     """Draw one token id, [] int32, as `Sampling` describes.
 

@@ -21,7 +21,7 @@ class PaidTail:
       owner: holder of its pages.
       token_ids: what was forwarded.
       entries: the session's cells and its own behind them.
-      ready: the distribution after the last token, a generation.NextToken.
+      ready: the distribution after the last token, a tail.NextToken.
     """
 
     owner: int

@@ -18,8 +18,13 @@ from jaxstate.state import LayerPages, Outputs, Pool, Rows, StepShape
 
 
 def step(
-    params: Params, pool: Pool, rows: Rows, allowed_bits: jax.Array,
-    *, config: ModelConfig, shape: StepShape,
+    params: Params,
+    pool: Pool,
+    rows: Rows,
+    allowed_bits: jax.Array,
+    *,
+    config: ModelConfig,
+    shape: StepShape,
 ) -> tuple[Pool, Outputs]:
     """Run the model over the rows' tokens; the caller donates the pool and rebinds it at once.
 
@@ -55,17 +60,29 @@ def step(
             k_pages=kv_write(pages.k_pages, stored, rows.write_cells),
             v_pages=kv_write(pages.v_pages, v, rows.write_cells),
         )
-        options = dict(
-            block_tokens=shape.block_tokens, window=layer.window,
-            precision=config.dtypes.precision,
-        )
         partial = attention_xla.tail_attention(
-            q, k, v, rows.positions, rows.tail_mask, **options
+            q,
+            k,
+            v,
+            rows.positions,
+            rows.tail_mask,
+            block_tokens=shape.block_tokens,
+            window=layer.window,
+            precision=config.dtypes.precision,
         )
         for work, shifts in zip(rows.work, tables["work"], strict=True):
             partial = attention_xla.context_attention(
-                partial, q, rows.positions, rows.token_rows, pages.k_pages, pages.v_pages,
-                work, shifts, **options,
+                partial,
+                q,
+                rows.positions,
+                rows.token_rows,
+                pages.k_pages,
+                pages.v_pages,
+                work,
+                shifts,
+                block_tokens=shape.block_tokens,
+                window=layer.window,
+                precision=config.dtypes.precision,
             )
         mixed = attention_xla.normalize(partial, shape.block_tokens)
         return mixed.astype(config.dtypes.compute_dtype), pages
@@ -80,7 +97,9 @@ def _rope_tables(rope: RopeConfig, config: ModelConfig, rows: Rows) -> dict:
     return {
         "tokens": angles_at(rows.positions, frequencies),
         "write_shifts": angles_at(rows.write_shifts, frequencies),
-        "work": tuple(angles_at(work.items[:, work_columns.SHIFT], frequencies) for work in rows.work),
+        "work": tuple(
+            angles_at(work.items[:, work_columns.SHIFT], frequencies) for work in rows.work
+        ),
     }
 
 
@@ -101,7 +120,5 @@ def _outputs(params, config: ModelConfig, hidden, rows: Rows, allowed_bits) -> O
         return decoder.logits(params, config, wanted)
 
     branches = [none, first] if num_rows == 1 else [none, first, every]
-    logits = jax.lax.switch(
-        jnp.minimum(rows.num_outputs, len(branches) - 1), branches, wanted
-    )
+    logits = jax.lax.switch(jnp.minimum(rows.num_outputs, len(branches) - 1), branches, wanted)
     return Outputs(summary=gate_scan(logits, allowed_bits, rows.allowed_idx), logits=logits)

@@ -47,8 +47,15 @@ def from_blocks(x: jax.Array, block_tokens: int) -> jax.Array:
 
 
 def tail_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, tail_mask: jax.Array,
-    *, block_tokens: int, window: int | None, precision: jax.lax.Precision,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    tail_mask: jax.Array,
+    *,
+    block_tokens: int,
+    window: int | None,
+    precision: jax.lax.Precision,
 ) -> Partial:
     """Attend the step's tokens to each other, under the tail mask and the position rule.
 
@@ -79,9 +86,18 @@ def tail_attention(
 
 
 def context_attention(
-    partial: Partial, q: jax.Array, positions: jax.Array, token_rows: jax.Array,
-    k_pages: jax.Array, v_pages: jax.Array, work: WorkList, shifts: Angles,
-    *, block_tokens: int, window: int | None, precision: jax.lax.Precision,
+    partial: Partial,
+    q: jax.Array,
+    positions: jax.Array,
+    token_rows: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    work: WorkList,
+    shifts: Angles,
+    *,
+    block_tokens: int,
+    window: int | None,
+    precision: jax.lax.Precision,
 ) -> Partial:
     """Attend the step's tokens to the work list's cells and merge with `partial`.
 
@@ -151,7 +167,8 @@ def context_attention(
             return after
         return jax.tree.map(
             lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, block, axis=0),
-            partial, after,
+            partial,
+            after,
         )
 
     return jax.lax.fori_loop(jnp.int32(0), work.count, visit, partial)

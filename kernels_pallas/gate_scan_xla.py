@@ -50,8 +50,12 @@ def gate_scan(logits: jax.Array, allowed_bits: jax.Array, allowed_idx: jax.Array
     allowed = ((words >> (ids % 32)) & 1) == 1
     allowed_ids, allowed_logits = _top_two(jnp.where(allowed, logits, -jnp.inf))
     return GateSummary(
-        top_ids=top_ids, top_logits=top_logits, lse=peak[:, 0] + jnp.log(total),
-        entropy=jnp.log(total) - mean, allowed_ids=allowed_ids, allowed_logits=allowed_logits,
+        top_ids=top_ids,
+        top_logits=top_logits,
+        lse=peak[:, 0] + jnp.log(total),
+        entropy=jnp.log(total) - mean,
+        allowed_ids=allowed_ids,
+        allowed_logits=allowed_logits,
     )
 
 

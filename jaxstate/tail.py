@@ -1,0 +1,159 @@
+"""New tokens behind a context, on pages of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from jaxstate import pages as pages_module
+from jaxstate.choices import ChoiceTree, TreePart, tree_parts
+from jaxstate.executor import Executor, StepResult
+from jaxstate.pages import Entry, Pages
+from jaxstate.rows import Group, RowInput
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NextToken:
+    """The distribution after a token: one row of a gate summary, and how to get its logits."""
+
+    top_id: int
+    gap: float
+    lse: float
+    row_logits: Callable[[], jax.Array]  # fetches the logits, [vocab] f32, on the device
+
+    @classmethod
+    def of(cls, result: StepResult, row: int) -> NextToken:
+        """Read one row of a step's result."""
+        summary = result.summary
+        top = summary.top_logits[row]
+        return cls(
+            top_id=int(summary.top_ids[row, 0]),
+            gap=float(top[0] - top[1]),
+            lse=float(summary.lse[row]),
+            row_logits=lambda: result.row_logits(row),
+        )
+
+
+class Tail:
+    """New tokens behind a context, on pages of their own; the context's cells are never written.
+
+    All pages the tail may need are taken at once, so that it cannot run dry on the way.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        pages: Pages,
+        owner: int,
+        context: Sequence[Entry],
+        position: int,
+        shifts: np.ndarray,
+        *,
+        growing: bool = False,
+    ):
+        """Reserve cells for len(shifts) tokens at `position` and following.
+
+        Raises:
+          CapacityError: not enough free pages; nothing was taken.
+        """
+        self._executor = executor
+        self._pages = pages
+        self._begin = position
+        self._growth = None
+        if len(shifts):
+            self._growth = pages_module.plan_growth(
+                pages, owner, context, position, shifts, growing=growing
+            )
+        self._all_entries = self._growth.entries if self._growth else tuple(context)
+        pages.hold(self._all_entries)
+        self.position = position
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Return the table of context and tail up to the last forwarded token."""
+        return pages_module.cut_end(self._all_entries, self.position)
+
+    def close(self) -> None:
+        """Give back every cell."""
+        self._pages.drop(self._all_entries)
+        self._all_entries = ()
+
+    def keep(self) -> tuple[Entry, ...]:
+        """End the tail but keep what was forwarded: the caller holds the returned entries."""
+        entries = self.entries()
+        self._pages.hold(entries)
+        self.close()
+        return entries
+
+    def split_tree(self, tree: ChoiceTree) -> list[TreePart]:
+        """Split a choice tree into parts that fit a step behind a question's last token."""
+        largest = self._executor.config.step_shapes[-1]
+        return tree_parts(tree, largest.num_rows - 1, largest.num_tokens - 1)
+
+    def forward(
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        *,
+        want_last: bool,
+        nodes: TreePart | None = None,
+    ) -> StepResult | None:
+        """Forward tokens in as few steps as possible; return the last step's result.
+
+        Args:
+          want_last: the distribution after the last token is wanted (output row 0).
+          nodes: tree tokens to forward behind the last token in the same step, not kept.
+        """
+        ids = np.asarray(token_ids, np.int32)
+        limit = self._executor.longest_step
+        extra = len(nodes.token_ids) if nodes else 0
+        result = None
+        at = 0
+        while at < len(ids) or (extra and result is None):
+            count = min(limit, len(ids) - at)
+            last = at + count == len(ids)
+            if last and extra and count + extra > limit:
+                count, last = count - 1, False  # leave one for a step with the nodes
+            result = self._step(
+                ids[at : at + count], want_last=last and want_last, nodes=nodes if last else None
+            )
+            at += count
+        return result
+
+    def _step(self, ids: np.ndarray, *, want_last: bool, nodes: TreePart | None) -> StepResult:
+        count = len(ids)
+        offset = self.position - self._begin
+        context = pages_module.stretches(self.entries(), self._pages.page_size)
+        positions = np.arange(self.position, self.position + count, dtype=np.int32)
+        cells = np.zeros(0, np.int32)
+        shifts = np.zeros(0, np.int32)
+        if count and self._growth:
+            cells = self._growth.cells[offset : offset + count]
+            shifts = self._growth.shifts[offset : offset + count]
+        wanted = [count - 1] if want_last and count else []
+        parents = None
+        if nodes:
+            extra = len(nodes.token_ids)
+            ids = np.concatenate([ids, np.asarray(nodes.token_ids, np.int32)])
+            positions = np.concatenate(
+                [positions, self.position + count - 1 + np.asarray(nodes.depths, np.int32)]
+            )
+            cells = np.concatenate([cells, np.full(extra, self._executor.config.num_cells)])
+            shifts = np.concatenate([shifts, np.zeros(extra, np.int32)])
+            parents = list(range(-1, count - 1)) + [
+                count + parent if parent >= 0 else count - 1 for parent in nodes.parents
+            ]
+            wanted += [count + index for index in nodes.wanted]
+        row = RowInput(
+            token_ids=ids,
+            positions=positions,
+            cells=cells.astype(np.int32),
+            shifts=shifts,
+            context=context,
+            wanted=wanted,
+            parents=parents,
+        )
+        result = self._executor.run([Group(rows=[row])])
+        self.position += count
+        return result
