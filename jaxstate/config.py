@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxstate.kernels_pallas.dispatch import Implementation
 from jaxstate.models.config import ModelConfig
 from jaxstate.state import StepShape
 
@@ -31,8 +32,11 @@ class EngineConfig:
         model's longest position leaves beyond it is room for questions and answers.
       evict_quantum: a sliding session drops its oldest tokens in multiples of this.
       step_shapes: the static sizes that are compiled, smallest first.
-      stretch_cells: lengths of the pool stretches that attention reads, longest first.
+      stretch_cells: lengths of the pool stretches that attention reads, longest first; None =
+        what the implementation reads best.
       table_capacity: most stretches of one length that one step may read.
+      implementation: of the attention, see kernels_pallas.dispatch; "auto" logs its choice.
+      kernel_cache_dir: where compiled kernels are kept; None = the user's cache folder.
     """
 
     num_pages: int
@@ -40,8 +44,10 @@ class EngineConfig:
     context_len: int
     evict_quantum: int
     step_shapes: tuple[StepShape, ...] = DEFAULT_STEP_SHAPES
-    stretch_cells: tuple[int, ...] = (1024, 128)
+    stretch_cells: tuple[int, ...] | None = None
     table_capacity: int = 256
+    implementation: Implementation = "auto"
+    kernel_cache_dir: str | None = None
 
     def __post_init__(self):
         """Check that sizes make sense on their own."""
@@ -53,6 +59,8 @@ class EngineConfig:
         sizes = [shape.num_tokens for shape in self.step_shapes]
         if sizes != sorted(sizes):
             raise ValueError(f"step_shapes: expected ascending num_tokens, got {sizes}")
+        if self.stretch_cells is None:
+            return
         if list(self.stretch_cells) != sorted(set(self.stretch_cells), reverse=True):
             raise ValueError(
                 f"stretch_cells: expected descending lengths, got {self.stretch_cells}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
+import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,11 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import platformdirs
 
 from jaxstate import rows as rows_module
 from jaxstate import sampling
 from jaxstate.config import EngineConfig
 from jaxstate.errors import CapacityError
+from jaxstate.kernels_pallas import dispatch
 from jaxstate.kernels_pallas.gate_scan_xla import GateSummary
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.params import Params
@@ -71,6 +75,13 @@ class Executor:
         progress: Progress | None = None,
     ):
         """Allocate the pool and compile every executable, so that nothing compiles later."""
+        cache_dir = config.kernel_cache_dir or platformdirs.user_cache_path("jaxstate") / "kernels"
+        self.implementation = dispatch.choose(
+            config.implementation, model.head_dim, model.dtypes.cache_dtype, pathlib.Path(cache_dir)
+        )
+        if config.stretch_cells is None:
+            stretches = dispatch.stretch_cells(self.implementation, config.num_cells)
+            config = dataclasses.replace(config, stretch_cells=stretches)
         self.model = model
         self.config = config
         self.tokens_forwarded = 0
@@ -176,7 +187,9 @@ class Executor:
                 progress(done, total, str(name), seconds)
 
     def _compile_step(self, shape: StepShape):
-        function = functools.partial(step, config=self.model, shape=shape)
+        function = functools.partial(
+            step, config=self.model, shape=shape, implementation=self.implementation
+        )
         packed = rows_module.pack([], shape, self.config)
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype),

@@ -409,7 +409,10 @@ def _forward(
     )
     everything = jnp.full((1, -(-config.model.vocab_size // 32)), 0xFFFFFFFF, jnp.uint32)
     shape = StepShape(num_tokens=tokens, block_tokens=tokens, num_rows=1)
-    return step(params, state.pool, rows, everything, config=config.model, shape=shape)
+    return step(
+        params, state.pool, rows, everything, config=config.model, shape=shape,
+        implementation="xla",
+    )  # fmt: skip
 
 
 def _forward_all(

@@ -83,7 +83,9 @@ def pack(groups: Sequence[Group], shape: StepShape, config: EngineConfig) -> Row
     write_shifts = np.zeros(tokens, np.int32)
     tail_mask = np.eye(tokens, dtype=bool)
     output_tokens = np.zeros(shape.num_rows, np.int32)
-    items: list[list[tuple[int, ...]]] = [[] for _ in config.stretch_cells]
+    sizes = config.stretch_cells
+    assert sizes is not None, "the executor fills in the implementation's sizes"
+    items: list[list[tuple[int, ...]]] = [[] for _ in sizes]
     num_outputs = 0
     row_idx = 0
     at = 0
@@ -104,11 +106,11 @@ def pack(groups: Sequence[Group], shape: StepShape, config: EngineConfig) -> Row
                 output_tokens[num_outputs] = at + index
                 num_outputs += 1
             blocks = _blocks(at, count, shape.block_tokens)
-            _cover(items, row.context, config, row_idx, row_idx + 1, blocks)
+            _cover(items, row.context, sizes, config.num_cells, row_idx, row_idx + 1, blocks)
             row_idx += 1
             at += count
         blocks = _blocks(first_token, at - first_token, shape.block_tokens)
-        _cover(items, group.context, config, first_row, row_idx, blocks)
+        _cover(items, group.context, sizes, config.num_cells, first_row, row_idx, blocks)
     # numpy arrays all of them: they go to the device with the call
     fields: dict[str, Any] = {
         "token_ids": token_ids,
@@ -123,7 +125,7 @@ def pack(groups: Sequence[Group], shape: StepShape, config: EngineConfig) -> Row
     }
     work = tuple(
         _work_list(rows, cells, config.table_capacity)
-        for rows, cells in zip(items, config.stretch_cells, strict=True)
+        for rows, cells in zip(items, sizes, strict=True)
     )
     return Rows(work=work, **fields)
 
@@ -147,7 +149,8 @@ def _blocks(first_token: int, count: int, block_tokens: int) -> range:
 def _cover(
     items: list[list[tuple[int, ...]]],
     context: Sequence[Stretch],
-    config: EngineConfig,
+    sizes: tuple[int, ...],
+    num_cells: int,
     row_begin: int,
     row_end: int,
     blocks: range,
@@ -155,9 +158,9 @@ def _cover(
     """Cover stretches by work items: long ones first, the rest by short ones."""
     for begin, end, base, shift in context:
         while begin < end:
-            size_idx = _item_size(end - begin, config.stretch_cells)
-            cells = config.stretch_cells[size_idx]
-            start = min(begin, config.num_cells - cells)
+            size_idx = _item_size(end - begin, sizes)
+            cells = sizes[size_idx]
+            start = min(begin, num_cells - cells)
             stop = min(begin + cells, end)
             for block in blocks:
                 items[size_idx].append(

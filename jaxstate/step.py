@@ -6,7 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxstate.kernels_pallas import attention_xla
+from jaxstate.kernels_pallas import dispatch
 from jaxstate.kernels_pallas import work as work_columns
 from jaxstate.kernels_pallas.gate_scan_xla import gate_scan
 from jaxstate.kernels_pallas.kv_write_xla import kv_write
@@ -25,6 +25,7 @@ def step(
     *,
     config: ModelConfig,
     shape: StepShape,
+    implementation: str,
 ) -> tuple[Pool, Outputs]:
     """Run the model over the rows' tokens; the caller donates the pool and rebinds it at once.
 
@@ -36,6 +37,7 @@ def step(
       pool: pages of every layer; donated.
       rows: see Rows.
       allowed_bits: [sets, ceil(vocab / 32)] uint32 packed allowed sets.
+      implementation: of the attention, from `dispatch.choose`.
     Returns:
       pool: with the new tokens' keys and values written.  outputs: see Outputs.
     """
@@ -46,6 +48,13 @@ def step(
     )
     chex.assert_shape(rows.tail_mask, (tokens, tokens))
     chex.assert_shape([rows.output_tokens, rows.allowed_idx], (shape.num_rows,))
+    tails = {
+        layer.window: dispatch.prepare_tail(
+            implementation, rows.positions, rows.tail_mask, window=layer.window,
+            heads_per_kv_head=config.heads_per_kv_head,
+        )
+        for layer in config.layers
+    }  # fmt: skip
     ropes = {layer.rope: _rope_tables(layer.rope, config, rows) for layer in config.layers}
 
     def attend(layer_idx, q, k, v, pages: LayerPages):
@@ -60,31 +69,12 @@ def step(
             k_pages=kv_write(pages.k_pages, stored, rows.write_cells),
             v_pages=kv_write(pages.v_pages, v, rows.write_cells),
         )
-        partial = attention_xla.tail_attention(
-            q,
-            k,
-            v,
-            rows.positions,
-            rows.tail_mask,
-            block_tokens=shape.block_tokens,
-            window=layer.window,
+        mixed = dispatch.attend(
+            implementation, q, k, v, rows.positions, rows.token_rows, tails[layer.window],
+            pages.k_pages, pages.v_pages, rows.work, tables["work"],
+            block_tokens=shape.block_tokens, window=layer.window,
             precision=config.dtypes.precision,
-        )
-        for work, shifts in zip(rows.work, tables["work"], strict=True):
-            partial = attention_xla.context_attention(
-                partial,
-                q,
-                rows.positions,
-                rows.token_rows,
-                pages.k_pages,
-                pages.v_pages,
-                work,
-                shifts,
-                block_tokens=shape.block_tokens,
-                window=layer.window,
-                precision=config.dtypes.precision,
-            )
-        mixed = attention_xla.normalize(partial, shape.block_tokens)
+        )  # fmt: skip
         return mixed.astype(config.dtypes.compute_dtype), pages
 
     hidden, pool = decoder.forward(params, config, rows.token_ids, attend, pool)

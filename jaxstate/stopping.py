@@ -8,7 +8,7 @@ from jaxstate.errors import InputError
 
 
 class StopStrings:
-    """Withholds text that may become a stop string, and cuts at the first that does.
+    """Withholds text that may become a stop string, and cuts at the first that is complete.
 
     The text before the stop string is released, the stop string itself never.
     """
@@ -28,10 +28,12 @@ class StopStrings:
     def push(self, text: str) -> str:
         """Take new text and return what may be shown; sets `stopped` when a string is complete."""
         self._held += text
-        found = [at for at in (self._held.find(s) for s in self._strings) if at >= 0]
+        starts = [(self._held.find(string), len(string)) for string in self._strings]
+        found = [(at + length, at) for at, length in starts if at >= 0]
         if found:
             self.stopped = True
-            shown, self._held = self._held[: min(found)], ""
+            _, at = min(found)  # complete first, however the text came in pieces
+            shown, self._held = self._held[:at], ""
             return shown
         keep = max((self._overlap(string) for string in self._strings), default=0)
         cut = len(self._held) - keep

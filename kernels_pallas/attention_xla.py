@@ -46,34 +46,33 @@ def from_blocks(x: jax.Array, block_tokens: int) -> jax.Array:
     return x.reshape(blocks * block_tokens, kv_heads * shared, head_dim)
 
 
+def tail_visible(positions: jax.Array, tail_mask: jax.Array, window: int | None) -> jax.Array:
+    """AND the tail mask with the position rule: [tokens, tokens] bool, row = query token."""
+    distance = positions[:, None] - positions[None, :]
+    visible = tail_mask & (distance >= 0)
+    return visible if window is None else visible & (distance < window)
+
+
 def tail_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    positions: jax.Array,
-    tail_mask: jax.Array,
+    visible: jax.Array,
     *,
     block_tokens: int,
-    window: int | None,
     precision: jax.lax.Precision,
 ) -> Partial:
-    """Attend the step's tokens to each other, under the tail mask and the position rule.
+    """Attend the step's tokens to each other.
 
     Args:
-      q: [tokens, num_heads, head_dim], rotated at `positions`.
-      k, v: [tokens, num_kv_heads, head_dim], k rotated at `positions`.
-      positions: [tokens] int32.
-      tail_mask: [tokens, tokens] bool, row = query token.
+      q: [tokens, num_heads, head_dim], rotated at the tokens' positions.
+      k, v: [tokens, num_kv_heads, head_dim], k rotated likewise.
+      visible: [tokens, tokens] bool from `tail_visible`.
       block_tokens: query tokens per block of the result.
-      window: as in LayerConfig, in positions.
     """
     kv_heads, head_dim = k.shape[1:]
     scaled = to_blocks(q * jnp.asarray(1 / math.sqrt(head_dim), q.dtype), kv_heads, block_tokens)
     shared = scaled.shape[2] // block_tokens
-    distance = positions[:, None] - positions[None, :]
-    visible = tail_mask & (distance >= 0)
-    if window is not None:
-        visible &= distance < window
     visible = visible.reshape(-1, 1, block_tokens, 1, q.shape[0])
     scores = _scores(scaled, k.swapaxes(0, 1), precision)
     scores = jnp.where(

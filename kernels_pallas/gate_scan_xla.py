@@ -64,5 +64,8 @@ def _top_two(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
     rest = jnp.where(ids == first[:, None], -jnp.inf, logits)
     second = jnp.argmax(rest, axis=-1).astype(jnp.int32)
-    best = jnp.stack([first, second], axis=-1)
-    return best, jnp.take_along_axis(logits, best, axis=-1)
+    values = [
+        jnp.take_along_axis(row, best[:, None], axis=-1)
+        for row, best in ((logits, first), (rest, second))
+    ]
+    return jnp.stack([first, second], axis=-1), jnp.concatenate(values, axis=-1)

@@ -1,0 +1,566 @@
+// Attention of a step's tokens over pool cells and over each other, for CPUs, as an XLA FFI call.
+//
+// The meaning is that of attention_xla.py: tail part, context part, merge, normalize. What XLA's
+// own matrix products cost here is copies (each stretch of the pool is copied out before it is
+// multiplied) and a synchronisation of all threads per operation; this reads pages where they lie
+// and synchronises once per layer.
+//
+// Query rows are vector lanes. A block of 64 cells is scored as S^T[cell][row] = sum over d of
+// k[cell][d] (broadcast) * q^T[d][row], so neither keys nor values are ever transposed, the
+// softmax needs no horizontal sums, and P^T is already in place for O^T[d][row] += v[cell][d] *
+// P^T[cell][row]. With four rows or fewer lanes would idle, so there the lanes run along d.
+//
+// Online softmax as in FlashAttention-2 (arXiv:2307.08691), the split over the context with a
+// merge at the end as in Flash-Decoding.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int kLanes = 16;       // floats per vector; compilers split it on narrower machines
+constexpr int kCells = 64;       // cells per block
+constexpr int kMaxVectors = 6;   // vectors of rows per task
+constexpr int kMaxDim = 256;     // largest head_dim
+constexpr int kFewRows = 4;      // up to here the lanes run along d
+constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
+
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
+typedef float LooseVec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef int32_t LooseIntVec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+
+inline Vec Load(const float* p) { return *reinterpret_cast<const LooseVec*>(p); }
+inline IntVec Load(const int32_t* p) { return *reinterpret_cast<const LooseIntVec*>(p); }
+inline void Store(float* p, Vec v) { *reinterpret_cast<LooseVec*>(p) = v; }
+inline Vec Splat(float x) { return x - Vec{}; }
+inline Vec Max(Vec a, Vec b) { return a > b ? a : b; }
+
+inline Vec Exp(Vec x) {
+  // 2^n * e^r with |r| <= ln2 / 2; the polynomial is accurate to about one unit in the last place.
+  const Vec magic = Splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec clamped = Max(x, Splat(-87.0f));
+  const Vec shifted = clamped * 1.44269504f + magic;
+  const Vec n = shifted - magic;
+  Vec r = clamped - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  Vec p = Splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const IntVec exponent = ((IntVec)shifted - (IntVec)magic) << 23;
+  const Vec result = (Vec)((IntVec)p + exponent);
+  return x > -87.0f ? result : Vec{};
+}
+
+inline float Sum(Vec v) {
+  float parts[kLanes];
+  Store(parts, v);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) parts[i] += parts[i + width];
+  return parts[0];
+}
+
+// Columns of a work item, as in work.py.
+enum Column { kStart, kFirst, kFill, kBase, kShift, kRowBegin, kRowEnd, kBlock, kColumns };
+
+struct Problem {
+  int64_t tokens, heads, kv_heads, head_dim, shared, cells, block_tokens;
+  int32_t window;  // 0 = none
+  float scale;
+  const float *q, *k_tail, *v_tail, *k_cells, *v_cells, *cos, *sin;
+  const float* tail_bias;  // [tokens][tail_stride]: 0 or -inf for (cell, query row)
+  int64_t tail_stride;
+  const int32_t *positions, *token_rows, *items;
+  int32_t num_items;
+  float* out;
+};
+
+// Unnormalized attention of up to kMaxVectors * kLanes rows of one head.
+struct State {
+  alignas(64) float peak[kMaxVectors * kLanes];
+  alignas(64) float total[kMaxVectors * kLanes];
+  alignas(64) float mixed[kMaxDim * kMaxVectors * kLanes];  // [d][row], or [row][d] for few rows
+};
+
+struct Rows {  // the query rows of one task
+  int64_t head, first, count;  // first row = token * shared + head within the group
+  alignas(64) int32_t position[kMaxVectors * kLanes];
+  alignas(64) int32_t row[kMaxVectors * kLanes];
+  alignas(64) int32_t block[kMaxVectors * kLanes];
+  int32_t min_position, min_row, max_row, min_block, max_block;
+};
+
+void Describe(const Problem& p, Rows& rows) {
+  rows.min_position = rows.min_row = rows.min_block = std::numeric_limits<int32_t>::max();
+  rows.max_row = rows.max_block = std::numeric_limits<int32_t>::min();
+  for (int i = 0; i < kMaxVectors * kLanes; ++i) {
+    if (i >= rows.count) {  // padding lanes see nothing
+      rows.position[i] = std::numeric_limits<int32_t>::min() / 2;
+      rows.row[i] = rows.block[i] = -1;
+      continue;
+    }
+    const int32_t token = (rows.first + i) / p.shared;
+    rows.position[i] = p.positions[token];
+    rows.row[i] = p.token_rows[token];
+    rows.block[i] = token / p.block_tokens;
+    rows.min_position = std::min(rows.min_position, rows.position[i]);
+    rows.min_row = std::min(rows.min_row, rows.row[i]);
+    rows.max_row = std::max(rows.max_row, rows.row[i]);
+    rows.min_block = std::min(rows.min_block, rows.block[i]);
+    rows.max_block = std::max(rows.max_block, rows.block[i]);
+  }
+}
+
+// Scaled queries, turned back by an item's shift (item < 0: not turned); [d][lane] or [row][d].
+void LoadQueries(const Problem& p, const Rows& rows, int32_t item, bool by_lane, float* q) {
+  const int64_t half = p.head_dim / 2;
+  const int64_t lanes = by_lane ? (rows.count + kLanes - 1) / kLanes * kLanes : rows.count;
+  for (int64_t i = 0; i < lanes; ++i) {
+    const float* source = nullptr;
+    if (i < rows.count) {
+      const int64_t row = rows.first + i;
+      source = p.q + ((row / p.shared) * p.heads + rows.head * p.shared + row % p.shared) *
+                         p.head_dim;
+    }
+    for (int64_t d = 0; d < half; ++d) {
+      float left = source ? source[d] * p.scale : 0.0f;
+      float right = source ? source[d + half] * p.scale : 0.0f;
+      if (item >= 0) {
+        const float c = p.cos[item * half + d], s = -p.sin[item * half + d];
+        const float turned = left * c - right * s;
+        right = right * c + left * s;
+        left = turned;
+      }
+      if (by_lane) {
+        q[d * lanes + i] = left;
+        q[(d + half) * lanes + i] = right;
+      } else {
+        q[i * p.head_dim + d] = left;
+        q[i * p.head_dim + d + half] = right;
+      }
+    }
+  }
+}
+
+// Up to kCells cells: where their keys and values lie, and who sees them.
+struct Cells {
+  const float *k, *v;
+  int64_t stride;
+  int count;
+  int32_t base;         // context cells: position of the first
+  const int32_t* item;  // context cells: their item; nullptr = the step's own tokens
+  const float* bias;    // the step's own tokens: row of tail_bias, at the task's first row
+  bool all_visible;
+};
+
+bool AllVisible(const Problem& p, const Rows& rows, const int32_t* item, int32_t last_position) {
+  return p.window == 0 && last_position <= rows.min_position && rows.min_row >= item[kRowBegin] &&
+         rows.max_row < item[kRowEnd] && rows.min_block == item[kBlock] &&
+         rows.max_block == item[kBlock];
+}
+
+// Add -inf to the scores [cell][lane] that a row must not see.
+template <int NV>
+void MaskLanes(const Problem& p, const Rows& rows, const Cells& cells, float* scores) {
+  constexpr int kWidth = NV * kLanes;
+  if (cells.item == nullptr) {
+    for (int c = 0; c < cells.count; ++c)
+      for (int at = 0; at < kWidth; at += kLanes) {
+        float* score = scores + c * kWidth + at;
+        Store(score, Load(score) + Load(cells.bias + c * p.tail_stride + at));
+      }
+    return;
+  }
+  const int32_t window = p.window ? p.window : std::numeric_limits<int32_t>::max();
+  for (int at = 0; at < kWidth; at += kLanes) {
+    const IntVec position = Load(rows.position + at), row = Load(rows.row + at);
+    const IntVec member = (row >= cells.item[kRowBegin]) & (row < cells.item[kRowEnd]) &
+                          (Load(rows.block + at) == cells.item[kBlock]);
+    for (int c = 0; c < cells.count; ++c) {
+      const IntVec distance = position - (cells.base + c);
+      const IntVec visible = member & (distance >= 0) & (distance < window);
+      float* score = scores + c * kWidth + at;
+      Store(score, visible ? Load(score) : Splat(kMinusInf));
+    }
+  }
+}
+
+bool Sees(const Problem& p, const Rows& rows, int lane, const Cells& cells, int cell) {
+  if (cells.item == nullptr) return cells.bias[cell * p.tail_stride + lane] == 0.0f;
+  const int32_t distance = rows.position[lane] - (cells.base + cell);
+  return rows.row[lane] >= cells.item[kRowBegin] && rows.row[lane] < cells.item[kRowEnd] &&
+         rows.block[lane] == cells.item[kBlock] && distance >= 0 &&
+         (p.window == 0 || distance < p.window);
+}
+
+// One block of cells against NV vectors of rows.
+template <int NV>
+void VisitLanes(const Problem& p, const Rows& rows, const Cells& cells, const float* q,
+                State& state) {
+  constexpr int kTile = NV == 1 ? 16 : NV <= 3 ? 8 : 4;  // cells, then dims, per register tile
+  constexpr int kWidth = NV * kLanes;
+  const int64_t dim = p.head_dim;
+  alignas(64) float scores[kCells * kWidth];
+  for (int c = 0; c < cells.count; c += kTile) {
+    Vec sum[kTile][NV] = {};
+    const float* keys[kTile];
+    for (int i = 0; i < kTile; ++i)
+      keys[i] = cells.k + std::min(c + i, cells.count - 1) * cells.stride;
+    for (int64_t d = 0; d < dim; ++d) {
+      Vec column[NV];
+      for (int j = 0; j < NV; ++j) column[j] = Load(q + d * kWidth + j * kLanes);
+#pragma GCC unroll 16
+      for (int i = 0; i < kTile; ++i) {
+#pragma GCC unroll 8
+        for (int j = 0; j < NV; ++j) sum[i][j] += column[j] * keys[i][d];
+      }
+    }
+    for (int i = 0; i < kTile && c + i < cells.count; ++i)
+      for (int j = 0; j < NV; ++j) Store(scores + (c + i) * kWidth + j * kLanes, sum[i][j]);
+  }
+  if (!cells.all_visible) MaskLanes<NV>(p, rows, cells, scores);
+  Vec kept[NV];
+  for (int j = 0; j < NV; ++j) {
+    const Vec before = Load(state.peak + j * kLanes);
+    Vec peak = before;
+    for (int c = 0; c < cells.count; ++c) peak = Max(peak, Load(scores + c * kWidth + j * kLanes));
+    const Vec floor = peak > kMinusInf ? peak : Vec{};
+    kept[j] = Exp(before - floor);
+    Vec total = Load(state.total + j * kLanes) * kept[j];
+    for (int c = 0; c < cells.count; ++c) {
+      float* at = scores + c * kWidth + j * kLanes;
+      const Vec weight = Exp(Load(at) - floor);
+      Store(at, weight);
+      total += weight;
+    }
+    Store(state.peak + j * kLanes, peak);
+    Store(state.total + j * kLanes, total);
+  }
+  for (int64_t d = 0; d < dim; d += kTile) {
+    Vec sum[kTile][NV];
+    float* mixed = state.mixed + d * kWidth;
+    for (int i = 0; i < kTile; ++i)
+      for (int j = 0; j < NV; ++j) sum[i][j] = Load(mixed + i * kWidth + j * kLanes) * kept[j];
+    for (int c = 0; c < cells.count; ++c) {
+      const float* value = cells.v + c * cells.stride + d;
+      Vec weight[NV];
+      for (int j = 0; j < NV; ++j) weight[j] = Load(scores + c * kWidth + j * kLanes);
+#pragma GCC unroll 16
+      for (int i = 0; i < kTile; ++i) {
+#pragma GCC unroll 8
+        for (int j = 0; j < NV; ++j) sum[i][j] += weight[j] * value[i];
+      }
+    }
+    for (int i = 0; i < kTile; ++i)
+      for (int j = 0; j < NV; ++j) Store(mixed + i * kWidth + j * kLanes, sum[i][j]);
+  }
+}
+
+// One block of cells against R <= kFewRows rows, lanes along d.
+template <int R>
+void VisitFew(const Problem& p, const Rows& rows, const Cells& cells, const float* q,
+              State& state) {
+  const int64_t dim = p.head_dim;
+  alignas(64) float scores[R][kCells];
+  for (int c = 0; c < kCells; ++c)
+    for (int r = 0; r < R; ++r)
+      if (c >= cells.count) scores[r][c] = kMinusInf;
+  for (int c = 0; c < cells.count; ++c) {
+    const float* key = cells.k + c * cells.stride;
+    Vec sum[R] = {};
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      const Vec part = Load(key + d);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sum[r] += Load(q + r * dim + d) * part;
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) scores[r][c] = Sum(sum[r]);
+  }
+  if (!cells.all_visible) {
+    for (int c = 0; c < cells.count; ++c)
+      for (int r = 0; r < R; ++r)
+        if (!Sees(p, rows, r, cells, c)) scores[r][c] = kMinusInf;
+  }
+  float kept[R];
+  for (int r = 0; r < R; ++r) {
+    Vec highest = Load(scores[r]);
+    for (int c = kLanes; c < kCells; c += kLanes) highest = Max(highest, Load(scores[r] + c));
+    float peak = state.peak[r];
+    for (int i = 0; i < kLanes; ++i) peak = std::max(peak, highest[i]);
+    const float floor = peak > kMinusInf ? peak : 0.0f;
+    kept[r] = state.peak[r] > kMinusInf ? std::exp(state.peak[r] - floor) : 0.0f;
+    Vec total = {};
+    for (int c = 0; c < kCells; c += kLanes) {
+      const Vec weight = Exp(Load(scores[r] + c) - floor);
+      Store(scores[r] + c, weight);
+      total += weight;
+    }
+    state.peak[r] = peak;
+    state.total[r] = state.total[r] * kept[r] + Sum(total);
+  }
+  constexpr int kWide = 4;  // vectors of d at a time
+  for (int64_t d = 0; d < dim; d += kWide * kLanes) {
+    const int wide = std::min<int64_t>(kWide, (dim - d) / kLanes);
+    Vec sum[R][kWide];
+    for (int r = 0; r < R; ++r)
+      for (int j = 0; j < wide; ++j)
+        sum[r][j] = Load(state.mixed + r * dim + d + j * kLanes) * kept[r];
+    if (wide == kWide) {
+      for (int c = 0; c < cells.count; ++c) {
+        const float* value = cells.v + c * cells.stride + d;
+#pragma GCC unroll 4
+        for (int j = 0; j < kWide; ++j) {
+          const Vec part = Load(value + j * kLanes);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) sum[r][j] += part * scores[r][c];
+        }
+      }
+    } else {
+      for (int c = 0; c < cells.count; ++c)
+        for (int j = 0; j < wide; ++j)
+          for (int r = 0; r < R; ++r)
+            sum[r][j] += Load(cells.v + c * cells.stride + d + j * kLanes) * scores[r][c];
+    }
+    for (int r = 0; r < R; ++r)
+      for (int j = 0; j < wide; ++j)
+        Store(state.mixed + r * dim + d + j * kLanes, sum[r][j]);
+  }
+}
+
+using Visit = void (*)(const Problem&, const Rows&, const Cells&, const float*, State&);
+
+Visit VisitorOf(int64_t count) {
+  static constexpr Visit kFew[] = {VisitFew<1>, VisitFew<2>, VisitFew<3>, VisitFew<4>};
+  static constexpr Visit kMany[] = {VisitLanes<1>, VisitLanes<2>, VisitLanes<3>,
+                                    VisitLanes<4>, VisitLanes<5>, VisitLanes<6>};
+  if (count <= kFewRows) return kFew[count - 1];
+  return kMany[(count + kLanes - 1) / kLanes - 1];
+}
+
+// Rows of one head over a share of the context, given as a range of cells counted over all items.
+struct Task {
+  int64_t head, first, count, begin, end, group;
+  bool tail;
+};
+
+void Run(const Problem& p, const Task& task, State& state) {
+  static thread_local Rows rows;
+  static thread_local std::vector<float> queries;
+  queries.resize(kMaxDim * kMaxVectors * kLanes);
+  rows.head = task.head;
+  rows.first = task.first;
+  rows.count = task.count;
+  Describe(p, rows);
+  const bool by_lane = task.count > kFewRows;
+  const Visit visit = VisitorOf(task.count);
+  const int64_t lanes = by_lane ? (task.count + kLanes - 1) / kLanes * kLanes : task.count;
+  std::fill_n(state.peak, lanes, kMinusInf);
+  std::fill_n(state.total, lanes, 0.0f);
+  std::fill_n(state.mixed, lanes * p.head_dim, 0.0f);
+  if (task.tail) {
+    LoadQueries(p, rows, -1, by_lane, queries.data());
+    for (int64_t token = 0; token < p.tokens; token += kCells) {
+      Cells cells;
+      cells.stride = p.kv_heads * p.head_dim;
+      cells.k = p.k_tail + token * cells.stride + task.head * p.head_dim;
+      cells.v = p.v_tail + token * cells.stride + task.head * p.head_dim;
+      cells.count = std::min<int64_t>(kCells, p.tokens - token);
+      cells.base = 0;
+      cells.item = nullptr;
+      cells.bias = p.tail_bias + token * p.tail_stride + task.first;
+      cells.all_visible = false;
+      visit(p, rows, cells, queries.data(), state);
+    }
+  }
+  bool loaded = false;
+  int32_t shift = 0;
+  int64_t counted = 0;
+  for (int32_t index = 0; index < p.num_items && counted < task.end; ++index) {
+    const int32_t* item = p.items + index * kColumns;
+    const int64_t length = std::max(item[kFill] - item[kFirst], 0);
+    const int64_t begin = std::max<int64_t>(task.begin - counted, 0);
+    const int64_t end = std::min(task.end - counted, length);
+    counted += length;
+    if (begin >= end || rows.max_row < item[kRowBegin] || rows.min_row >= item[kRowEnd] ||
+        rows.max_block < item[kBlock] || rows.min_block > item[kBlock])
+      continue;
+    if (!loaded || item[kShift] != shift) {
+      shift = item[kShift];
+      loaded = true;
+      LoadQueries(p, rows, shift ? index : -1, by_lane, queries.data());
+    }
+    for (int64_t at = begin; at < end; at += kCells) {
+      const int64_t cell = item[kFirst] + at;
+      const int64_t flat = task.head * p.cells + item[kStart] + cell;
+      Cells cells;
+      cells.stride = p.head_dim;
+      cells.k = p.k_cells + flat * p.head_dim;
+      cells.v = p.v_cells + flat * p.head_dim;
+      cells.count = std::min<int64_t>(kCells, end - at);
+      cells.base = item[kBase] + static_cast<int32_t>(cell);
+      cells.item = item;
+      cells.bias = nullptr;
+      cells.all_visible = AllVisible(p, rows, item, cells.base + cells.count - 1);
+      visit(p, rows, cells, queries.data(), state);
+    }
+  }
+}
+
+// Merge the shares of one group of rows, normalize, and write them out.
+void Finish(const Problem& p, const Task& task, const State* shares, int64_t num_shares) {
+  const bool by_lane = task.count > kFewRows;
+  const int64_t lanes = (task.count + kLanes - 1) / kLanes * kLanes;
+  std::vector<float> weight(num_shares);
+  for (int64_t i = 0; i < task.count; ++i) {
+    float peak = kMinusInf, total = 0.0f;
+    for (int64_t s = 0; s < num_shares; ++s) peak = std::max(peak, shares[s].peak[i]);
+    for (int64_t s = 0; s < num_shares; ++s) {
+      weight[s] = shares[s].peak[i] > kMinusInf ? std::exp(shares[s].peak[i] - peak) : 0.0f;
+      total += weight[s] * shares[s].total[i];
+    }
+    const int64_t row = task.first + i;
+    float* out = p.out + ((row / p.shared) * p.heads + task.head * p.shared + row % p.shared) *
+                             p.head_dim;
+    for (int64_t d = 0; d < p.head_dim; ++d) {
+      float sum = 0.0f;
+      for (int64_t s = 0; s < num_shares; ++s)
+        if (weight[s] > 0.0f)
+          sum += weight[s] *
+                 shares[s].mixed[by_lane ? d * lanes + i : i * p.head_dim + d];
+      out[d] = total > 0.0f ? sum / total : 0.0f;
+    }
+  }
+}
+
+// What threads share; outlives the call in the hands of a thread that came too late.
+struct Job {
+  Problem problem;
+  std::vector<Task> tasks;
+  std::vector<std::unique_ptr<std::atomic<int64_t>>> left;  // shares per group
+  std::unique_ptr<State[]> states;  // one per task, if groups have several shares
+  int64_t num_shares;
+  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> done{0};
+
+  void Work() {
+    const int64_t count = static_cast<int64_t>(tasks.size());
+    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
+      const Task& task = tasks[i];
+      if (num_shares == 1) {
+        static thread_local State state;
+        Run(problem, task, state);
+        Finish(problem, task, &state, 1);
+      } else {
+        Run(problem, task, states[i]);
+        if (left[task.group]->fetch_sub(1) == 1)
+          Finish(problem, task, &states[task.group * num_shares], num_shares);
+      }
+      done.fetch_add(1, std::memory_order_release);
+    }
+  }
+};
+
+ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k_tail,
+                  ffi::Buffer<ffi::F32> v_tail, ffi::Buffer<ffi::S32> positions,
+                  ffi::Buffer<ffi::S32> token_rows, ffi::Buffer<ffi::F32> tail_bias,
+                  ffi::Buffer<ffi::F32> k_pages, ffi::Buffer<ffi::F32> v_pages,
+                  ffi::Buffer<ffi::S32> items, ffi::Buffer<ffi::S32> count,
+                  ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, int32_t block_tokens,
+                  int32_t window, ffi::Result<ffi::Buffer<ffi::F32>> out) {
+  auto job = std::make_shared<Job>();
+  Problem& p = job->problem;
+  p.tokens = q.dimensions()[0];
+  p.heads = q.dimensions()[1];
+  p.head_dim = q.dimensions()[2];
+  p.kv_heads = k_pages.dimensions()[0];
+  p.cells = k_pages.dimensions()[1] * k_pages.dimensions()[2];
+  p.shared = p.heads / p.kv_heads;
+  p.block_tokens = block_tokens;
+  p.window = window;
+  p.scale = 1.0f / std::sqrt(static_cast<float>(p.head_dim));
+  p.q = q.typed_data();
+  p.k_tail = k_tail.typed_data();
+  p.v_tail = v_tail.typed_data();
+  p.k_cells = k_pages.typed_data();
+  p.v_cells = v_pages.typed_data();
+  p.cos = cos.typed_data();
+  p.sin = sin.typed_data();
+  p.positions = positions.typed_data();
+  p.token_rows = token_rows.typed_data();
+  p.items = items.typed_data();
+  p.tail_bias = tail_bias.typed_data();
+  p.tail_stride = tail_bias.dimensions()[1];
+  p.num_items = count.typed_data()[0];
+  p.out = out->typed_data();
+  if (p.head_dim % kLanes || p.head_dim > kMaxDim)
+    return ffi::Error::InvalidArgument("head_dim: expected a multiple of 16 up to 256");
+
+  int64_t context = 0;
+  for (int32_t i = 0; i < p.num_items; ++i)
+    context += std::max(p.items[i * kColumns + kFill] - p.items[i * kColumns + kFirst], 0);
+  const int64_t rows = p.tokens * p.shared;
+  const int64_t widest = kMaxVectors * kLanes;
+  const int64_t chunks = (rows + widest - 1) / widest;
+  const int64_t per_chunk = (rows + chunks - 1) / chunks;
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  // Enough shares that the threads stay even, none so short that the merge would show.
+  const int64_t wanted = (4 * threads + p.kv_heads * chunks - 1) / (p.kv_heads * chunks);
+  job->num_shares = std::max<int64_t>(1, std::min(wanted, context / 256));
+  for (int64_t head = 0; head < p.kv_heads; ++head) {
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      const int64_t group = head * chunks + chunk;
+      const int64_t first = chunk * per_chunk;
+      for (int64_t share = 0; share < job->num_shares; ++share) {
+        const auto edge = [&](int64_t s) {
+          return s == job->num_shares ? context : context * s / job->num_shares / kCells * kCells;
+        };
+        job->tasks.push_back({head, first, std::min(per_chunk, rows - first), edge(share),
+                              edge(share + 1), group, share == 0});
+      }
+      job->left.push_back(std::make_unique<std::atomic<int64_t>>(job->num_shares));
+    }
+  }
+  if (job->num_shares > 1) job->states.reset(new State[job->tasks.size()]);
+  const int64_t helpers = std::min<int64_t>(threads, job->tasks.size()) - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([job] { job->Work(); });
+  job->Work();
+  while (job->done.load(std::memory_order_acquire) < static_cast<int64_t>(job->tasks.size()))
+    std::this_thread::yield();
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxstateAttention, Attend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int32_t>("block_tokens")
+                                  .Attr<int32_t>("window")
+                                  .Ret<ffi::Buffer<ffi::F32>>());

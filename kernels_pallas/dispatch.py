@@ -1,0 +1,112 @@
+"""From an implementation's name to functions, or one sentence why not."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import pathlib
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+
+from jaxstate.kernels_pallas import attention_cpu, attention_xla
+from jaxstate.kernels_pallas.rope import Angles
+from jaxstate.kernels_pallas.work import WorkList
+
+Implementation = Literal["auto", "xla", "cpu"]
+
+
+def choose(implementation: Implementation, head_dim: int, dtype, cache_dir: pathlib.Path) -> str:
+    """Return "xla" or "cpu", built and ready; "auto" takes the fastest that runs here.
+
+    Args:
+      cache_dir: where compiled kernels are kept.
+    Raises:
+      ValueError: unknown name.
+      NotImplementedError: the named implementation cannot run here; says why.
+      RuntimeError: building the kernel failed.
+    """
+    if implementation not in ("auto", "xla", "cpu"):
+        raise ValueError(f'implementation: expected "auto", "xla" or "cpu", got "{implementation}"')
+    if implementation == "xla":
+        return "xla"
+    reason = attention_cpu.unsupported(head_dim, dtype)
+    if reason is None:
+        attention_cpu.build(cache_dir)
+        _log_choice("cpu", "")
+        return "cpu"
+    if implementation == "cpu":
+        raise NotImplementedError(f'implementation "cpu" cannot run here: {reason}; use "xla"')
+    _log_choice("xla", reason)
+    return "xla"
+
+
+def stretch_cells(implementation: str, num_cells: int) -> tuple[int, ...]:
+    """Lengths of the pool stretches an implementation reads best, longest first.
+
+    Plain XLA pays per stretch and per cell of it, used or not: 1,024 cells for most, 128 for
+    what is left. The CPU kernel reads stretches of any length where they lie.
+    """
+    if implementation == "cpu":
+        return (num_cells,)
+    return tuple(sorted({min(1024, num_cells), min(128, num_cells)}, reverse=True))
+
+
+def prepare_tail(
+    implementation: str,
+    positions: jax.Array,
+    tail_mask: jax.Array,
+    *,
+    window: int | None,
+    heads_per_kv_head: int,
+) -> jax.Array:
+    """Lay the tail mask, position rule applied, out as `attend` needs it; once per step."""
+    visible = attention_xla.tail_visible(positions, tail_mask, window)
+    if implementation == "cpu":
+        return attention_cpu.tail_bias(visible, heads_per_kv_head)
+    return visible
+
+
+def attend(
+    implementation: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    token_rows: jax.Array,
+    tail: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    work: Sequence[WorkList],
+    shifts: Sequence[Angles],
+    *,
+    block_tokens: int,
+    window: int | None,
+    precision: jax.lax.Precision,
+) -> jax.Array:
+    """Attend a step's tokens to each other and to their context: [tokens, num_heads, D] f32.
+
+    Arguments as in attention_xla; `tail` is from `prepare_tail`.
+    """
+    if implementation == "cpu":
+        return attention_cpu.attention(
+            q, k, v, positions, token_rows, tail, k_pages, v_pages, work, shifts,
+            block_tokens=block_tokens, window=window,
+        )  # fmt: skip
+    partial = attention_xla.tail_attention(
+        q, k, v, tail, block_tokens=block_tokens, precision=precision
+    )
+    for one, angles in zip(work, shifts, strict=True):
+        partial = attention_xla.context_attention(
+            partial, q, positions, token_rows, k_pages, v_pages, one, angles,
+            block_tokens=block_tokens, window=window, precision=precision,
+        )  # fmt: skip
+    return attention_xla.normalize(partial, block_tokens)
+
+
+@functools.cache
+def _log_choice(chosen: str, reason: str) -> None:
+    """Say once what "auto" took, and why not the faster one."""
+    logger = logging.getLogger(__name__)
+    logger.info("attention: %s%s", chosen, f" (the CPU kernel: {reason})" if reason else "")
