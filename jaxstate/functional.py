@@ -30,7 +30,7 @@ import numpy as np
 from jaxstate import sampling as sampling_module
 from jaxstate.errors import CapacityError, InputError
 from jaxstate.kernels_pallas.gate_scan_xla import GateSummary
-from jaxstate.kernels_pallas.work import WorkList
+from jaxstate.kernels_pallas.work import PADDING_ROW, WorkList
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.params import Params
 from jaxstate.sampling import Sampling
@@ -398,7 +398,7 @@ def _forward(
     rows = Rows(
         token_ids=token_ids,
         positions=positions,
-        token_rows=jnp.where(real, 0, 1),
+        token_rows=jnp.where(real, 0, PADDING_ROW),
         write_cells=jnp.where(real, cells, config.num_cells),
         write_shifts=shifts,
         tail_mask=index[:, None] >= index[None, :],

@@ -10,11 +10,9 @@ import numpy as np
 
 from jaxstate.config import EngineConfig
 from jaxstate.errors import CapacityError
-from jaxstate.kernels_pallas.work import NUM_COLUMNS, WorkList
+from jaxstate.kernels_pallas.work import NUM_COLUMNS, PADDING_ROW, WorkList
 from jaxstate.pages import Stretch
 from jaxstate.state import Rows, StepShape
-
-PADDING_ROW = np.int32(2**30)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

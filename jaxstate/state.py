@@ -69,7 +69,7 @@ class Rows:
     Attributes:
       token_ids: [tokens] int32.
       positions: [tokens] int32, where each token stands in its row's context.
-      token_rows: [tokens] int32, the row of each token; num_rows = padding.
+      token_rows: [tokens] int32, the row of each token; work.PADDING_ROW = padding.
       write_cells: [tokens] int32, page * page_size + cell; at or past the pool's end = drop.
       write_shifts: [tokens] int32; the stored key is rotated at position - shift.
       tail_mask: [tokens, tokens] bool, which of the step's tokens a token may see.

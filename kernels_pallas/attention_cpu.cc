@@ -33,6 +33,7 @@ constexpr int kLanes = 16;       // floats per vector; compilers split it on nar
 constexpr int kCells = 64;       // cells per block
 constexpr int kMaxVectors = 6;   // vectors of rows per task
 constexpr int kMaxDim = 256;     // largest head_dim
+constexpr int32_t kPaddingRow = 1 << 30;  // PADDING_ROW of work.py
 constexpr int kFewRows = 4;      // up to here the lanes run along d
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 
@@ -208,11 +209,38 @@ bool Sees(const Problem& p, const Rows& rows, int lane, const Cells& cells, int 
          (p.window == 0 || distance < p.window);
 }
 
+// Sums that a register tile holds: cells, then dims, times NV vectors, of the 32 registers.
+template <int NV>
+constexpr int kRegisterTile = NV == 1 ? 16 : NV == 2 ? 12 : NV == 3 ? 8 : NV == 4 ? 6 : 4;
+
+// Dims d ... d + N - 1 of the mixture: kept sums, plus weights [cell][lane] times values.
+template <int NV, int N>
+inline void MixLanes(const Cells& cells, const float* weights, const Vec* kept, int64_t d,
+                     State& state) {
+  constexpr int kWidth = NV * kLanes;
+  Vec sum[N][NV];
+  float* mixed = state.mixed + d * kWidth;
+  for (int i = 0; i < N; ++i)
+    for (int j = 0; j < NV; ++j) sum[i][j] = Load(mixed + i * kWidth + j * kLanes) * kept[j];
+  for (int c = 0; c < cells.count; ++c) {
+    const float* value = cells.v + c * cells.stride + d;
+    Vec weight[NV];
+    for (int j = 0; j < NV; ++j) weight[j] = Load(weights + c * kWidth + j * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) {
+#pragma GCC unroll 8
+      for (int j = 0; j < NV; ++j) sum[i][j] += weight[j] * value[i];
+    }
+  }
+  for (int i = 0; i < N; ++i)
+    for (int j = 0; j < NV; ++j) Store(mixed + i * kWidth + j * kLanes, sum[i][j]);
+}
+
 // One block of cells against NV vectors of rows.
 template <int NV>
 void VisitLanes(const Problem& p, const Rows& rows, const Cells& cells, const float* q,
                 State& state) {
-  constexpr int kTile = NV == 1 ? 16 : NV <= 3 ? 8 : 4;  // cells, then dims, per register tile
+  constexpr int kTile = kRegisterTile<NV>;
   constexpr int kWidth = NV * kLanes;
   const int64_t dim = p.head_dim;
   alignas(64) float scores[kCells * kWidth];
@@ -251,24 +279,10 @@ void VisitLanes(const Problem& p, const Rows& rows, const Cells& cells, const fl
     Store(state.peak + j * kLanes, peak);
     Store(state.total + j * kLanes, total);
   }
-  for (int64_t d = 0; d < dim; d += kTile) {
-    Vec sum[kTile][NV];
-    float* mixed = state.mixed + d * kWidth;
-    for (int i = 0; i < kTile; ++i)
-      for (int j = 0; j < NV; ++j) sum[i][j] = Load(mixed + i * kWidth + j * kLanes) * kept[j];
-    for (int c = 0; c < cells.count; ++c) {
-      const float* value = cells.v + c * cells.stride + d;
-      Vec weight[NV];
-      for (int j = 0; j < NV; ++j) weight[j] = Load(scores + c * kWidth + j * kLanes);
-#pragma GCC unroll 16
-      for (int i = 0; i < kTile; ++i) {
-#pragma GCC unroll 8
-        for (int j = 0; j < NV; ++j) sum[i][j] += weight[j] * value[i];
-      }
-    }
-    for (int i = 0; i < kTile; ++i)
-      for (int j = 0; j < NV; ++j) Store(mixed + i * kWidth + j * kLanes, sum[i][j]);
-  }
+  int64_t d = 0;
+  for (; d + kTile <= dim; d += kTile) MixLanes<NV, kTile>(cells, scores, kept, d, state);
+  for (; d + 4 <= dim; d += 4) MixLanes<NV, 4>(cells, scores, kept, d, state);
+  for (; d < dim; d += 2) MixLanes<NV, 2>(cells, scores, kept, d, state);
 }
 
 // One block of cells against R <= kFewRows rows, lanes along d.
@@ -513,6 +527,12 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   int64_t context = 0;
   for (int32_t i = 0; i < p.num_items; ++i)
     context += std::max(p.items[i * kColumns + kFill] - p.items[i * kColumns + kFirst], 0);
+  // Padding at the end costs nothing: questions are rarely as long as the step's shape.
+  const int64_t all_tokens = p.tokens;
+  while (p.tokens > 0 && p.token_rows[p.tokens - 1] >= kPaddingRow) --p.tokens;
+  std::fill(p.out + p.tokens * p.heads * p.head_dim, p.out + all_tokens * p.heads * p.head_dim,
+            0.0f);
+  if (p.tokens == 0) return ffi::Error::Success();
   const int64_t rows = p.tokens * p.shared;
   const int64_t widest = kMaxVectors * kLanes;
   const int64_t chunks = (rows + widest - 1) / widest;

@@ -8,6 +8,9 @@ import jax
 START, FIRST, FILL, BASE, SHIFT, ROW_BEGIN, ROW_END, BLOCK = range(8)
 NUM_COLUMNS = 8
 
+PADDING_ROW = 2**30
+"""Row of a padding token: no work item names it, and implementations may skip such tokens."""
+
 
 @flax.struct.dataclass
 class WorkList:
