@@ -8,15 +8,9 @@ from jaxstate.kernels_pallas.dispatch import Implementation
 from jaxstate.models.config import ModelConfig
 from jaxstate.state import StepShape
 
-DEFAULT_STEP_SHAPES = (
-    StepShape(num_tokens=1, block_tokens=1, num_rows=1),
-    StepShape(num_tokens=8, block_tokens=8, num_rows=8),
-    StepShape(num_tokens=16, block_tokens=16, num_rows=8),
-    StepShape(num_tokens=24, block_tokens=24, num_rows=8),
-    StepShape(num_tokens=32, block_tokens=32, num_rows=8),
-    StepShape(num_tokens=64, block_tokens=64, num_rows=8),
-    StepShape(num_tokens=128, block_tokens=128, num_rows=8),
-    StepShape(num_tokens=512, block_tokens=512, num_rows=8),
+DEFAULT_STEP_SHAPES = tuple(
+    StepShape(num_tokens=tokens, block_tokens=tokens, num_rows=1 if tokens == 1 else 8)
+    for tokens in (1, 4, 8, 12, 16, 20, 24, 32, 48, 64, 128, 256, 512)
 )
 """One executable each. Questions are short and padding is paid in full, hence the fine steps."""
 

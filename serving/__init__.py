@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""The command line and its commands: everything with a clock, a screen or a user's files."""
