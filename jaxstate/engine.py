@@ -365,7 +365,7 @@ class Engine:
         ids = self._checked(prompt, "prompt")
         request = self._request(ids, max_new_tokens, sampling, eos_ids, stop, top_logprobs)
         self._check_positions(0, len(ids), max_new_tokens)
-        nobody = Session(session_id="(none)", owner=next(self._owners), when_full="error")
+        nobody = Session(session_id="", owner=next(self._owners), when_full="error")
         return self._stream(nobody, ids, request, commit=False)
 
     # Figures
@@ -563,6 +563,8 @@ class Engine:
     def _stream(
         self, session: Session, ids: np.ndarray, request: Request, commit: bool
     ) -> Generator[Token, None, Answer]:
+        if session.session_id and self._sessions.get(session.session_id) is not session:
+            raise SessionError(f"session {session.session_id} was closed before it was asked")
         before = self.executor.tokens_forwarded
         paid, skip = self._longest_paid(session, ids)
         owner = session.owner if commit else next(self._owners)
@@ -590,7 +592,7 @@ class Engine:
 
     def _commit(self, session: Session, version: int, tail: Tail, ids, answer: list[int]) -> None:
         """Make a finished tail part of the stream."""
-        if session.version != version or session.session_id not in self._sessions:
+        if session.version != version or self._sessions.get(session.session_id) is not session:
             raise SessionError(
                 f"session {session.session_id} changed while a turn to be committed was running; "
                 "ask again"

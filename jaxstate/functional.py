@@ -26,9 +26,11 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+import platformdirs
 
 from jaxstate import sampling as sampling_module
 from jaxstate.errors import CapacityError, InputError
+from jaxstate.kernels_pallas import dispatch
 from jaxstate.kernels_pallas.gate_scan_xla import GateSummary
 from jaxstate.kernels_pallas.work import PADDING_ROW, WorkList
 from jaxstate.models.config import ModelConfig
@@ -52,6 +54,8 @@ class SessionConfig:
         transformation, where nothing can be raised, it leaves the state as it was, version too.
       chunk_tokens: most tokens forwarded in one step.
       stretch_cells: cells that attention reads at a time.
+      implementation: of the attention, see kernels_pallas.dispatch; "cpu" is faster there but
+        cannot be vmapped.
     """
 
     model: ModelConfig
@@ -62,6 +66,7 @@ class SessionConfig:
     when_full: Literal["error", "slide"]
     chunk_tokens: int = 512
     stretch_cells: int = 512
+    implementation: Literal["xla", "cpu"] = "xla"
 
     def __post_init__(self):
         """Check that sizes fit each other and the model."""
@@ -72,6 +77,10 @@ class SessionConfig:
             raise ValueError(
                 f"context_len + tail_len: expected at most the model's "
                 f"{self.model.max_positions} positions, got {self.context_len + self.tail_len}"
+            )
+        if self.implementation not in ("xla", "cpu"):
+            raise ValueError(
+                f'implementation: expected "xla" or "cpu", got "{self.implementation}"'
             )
         if self.when_full not in ("error", "slide"):
             raise ValueError(f'when_full: expected "error" or "slide", got "{self.when_full}"')
@@ -132,7 +141,15 @@ class FunctionalAnswer:
 
 
 def init_state(config: SessionConfig) -> SessionState:
-    """Allocate an empty session."""
+    """Allocate an empty session.
+
+    Raises:
+      NotImplementedError: `config.implementation` cannot run here.
+    """
+    dispatch.choose(
+        config.implementation, config.model.head_dim, config.model.dtypes.cache_dtype,
+        platformdirs.user_cache_path("jaxstate") / "kernels",
+    )  # fmt: skip
     vocab = config.model.vocab_size
 
     def zero():
@@ -411,7 +428,7 @@ def _forward(
     shape = StepShape(num_tokens=tokens, block_tokens=tokens, num_rows=1)
     return step(
         params, state.pool, rows, everything, config=config.model, shape=shape,
-        implementation="xla",
+        implementation=config.implementation,
     )  # fmt: skip
 
 

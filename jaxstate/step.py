@@ -46,7 +46,13 @@ def step(
         [rows.token_ids, rows.positions, rows.token_rows, rows.write_cells, rows.write_shifts],
         (tokens,),
     )
+    chex.assert_type(
+        [rows.token_ids, rows.positions, rows.token_rows, rows.write_cells, rows.write_shifts],
+        jnp.int32,
+    )
     chex.assert_shape(rows.tail_mask, (tokens, tokens))
+    chex.assert_type(rows.tail_mask, bool)
+    chex.assert_equal_shape(jax.tree.leaves(pool))
     chex.assert_shape([rows.output_tokens, rows.allowed_idx], (shape.num_rows,))
     tails = {
         layer.window: dispatch.prepare_tail(
