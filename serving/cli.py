@@ -1,0 +1,153 @@
+"""The command line: the only reader of arguments and environment.
+
+Results go to stdout, everything else to stderr. Exit status: 0 done, 2 the input is wrong,
+1 it failed for another reason.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import pathlib
+import platform
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import jax
+import typer
+from rich.console import Console
+
+from jaxstate.errors import CapacityError, JaxStateError
+from jaxstate.sampling import Sampling
+from jaxstate.serving import ask as ask_command
+from jaxstate.serving import compile_cache, demo_market, local_model, market
+
+DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+app = typer.Typer(
+    name="jaxstate", add_completion=False, pretty_exceptions_enable=False,
+    help="LLM sessions that stay on the device while data streams in.",
+)
+demo = typer.Typer(help="Things to see.")
+app.add_typer(demo, name="demo")
+
+_UsageError: Any = typer.BadParameter.__mro__[1]  # click's or typer's own, by version
+
+CacheDir = Annotated[
+    pathlib.Path | None,
+    typer.Option(
+        envvar="JAXSTATE_CACHE", show_default="the user's cache",
+        help="Directory for weights and compiled programs.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+
+
+@app.command()
+def pull(
+    name: Annotated[str, typer.Argument(help="A known model, e.g. smollm2-135m.")],
+    cache_dir: CacheDir = None,
+) -> None:
+    """Fetch a model's weights into the cache and verify them; prints the file's path."""
+    path = local_model.pull(name, _cache(cache_dir), _log())
+    print(path)
+
+
+@app.command()
+def ask(
+    model: Annotated[str, typer.Option(help="Name, GGUF file or Hugging Face directory.")],
+    prompt: Annotated[str, typer.Option(help="The question.")],
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many tokens; 0 = all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from this much probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop what is this much less likely.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the random draws.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    as_json: Json = False,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Ask a model once; prints the answer as it comes."""
+    question = ask_command.Question(
+        model=model, prompt=prompt, raw=raw, max_new_tokens=max_new_tokens,
+        sampling=Sampling(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+        ),
+        stop=tuple(stop or ()), dtype=dtype,
+    )
+    cache = _cache(cache_dir)
+    compile_cache.enable(cache / "xla")
+    ask_command.run(question, as_json=as_json, cache_dir=cache, out=Console(), log=_log())
+
+
+@demo.command("market")
+def demo_market_command(
+    rounds: Annotated[int, typer.Option(min=1, max=market.ROUNDS)] = market.ROUNDS,
+    model: Annotated[
+        str, typer.Option(help="Name, GGUF file or Hugging Face directory.")
+    ] = "smollm2-135m",
+    plot: Annotated[
+        pathlib.Path | None, typer.Option(help="Draw latency against context into this PNG.")
+    ] = None,
+    as_json: Json = False,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Stream real candles into a session and time its answers against the usual ways."""
+    cache = _cache(cache_dir)
+    compile_cache.enable(cache / "xla")
+    demo_market.run(
+        model=model, rounds=rounds, as_json=as_json, plot=plot, cache_dir=cache,
+        out=Console(), log=_log(),
+    )
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of this program and of what it stands on."""
+    print(
+        f"jaxstate {importlib.metadata.version('jaxstate')}, jax {jax.__version__}, "
+        f"Python {platform.python_version()}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit status.
+
+    Args:
+      argv: arguments without the program's name; those of the process if None.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        status = app(arguments, prog_name="jaxstate", standalone_mode=False) or DONE
+        return _say("interrupted", status) if status == INTERRUPTED else status
+    except _UsageError as error:
+        where = error.ctx.command_path if error.ctx else "jaxstate"
+        message = error.format_message().strip().rstrip(".")
+        return _say(f"{message}; see `{where} --help`", WRONG_INPUT)
+    except (CapacityError, ValueError) as error:
+        return _say(str(error), WRONG_INPUT)
+    except FileNotFoundError as error:
+        name = f"{error.filename}: no such file or directory" if error.filename else str(error)
+        return _say(name, WRONG_INPUT)
+    except (JaxStateError, RuntimeError, OSError, MemoryError) as error:
+        return _say(str(error) or type(error).__name__, FAILED)
+
+
+def _say(message: str, status: int) -> int:
+    """Print one sentence on stderr, whatever line breaks the message had."""
+    print(f"jaxstate: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def _cache(cache_dir: pathlib.Path | None) -> pathlib.Path:
+    return cache_dir if cache_dir is not None else local_model.default_cache_dir()
+
+
+def _log() -> Console:
+    return Console(stderr=True)

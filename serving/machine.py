@@ -1,0 +1,91 @@
+"""What this machine can do at best, measured; and the time below which no program can answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+
+from jaxstate.models.config import ModelConfig
+
+_MATRIX_WIDTH = 2048
+_READ_ROWS = 32_768  # of _MATRIX_WIDTH f32: 268 MB, far more than caches hold
+_REPEATS = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Measured limits of the default device.
+
+    Attributes:
+      name: kind of device, for a CPU the number of its cores.
+      read_bytes_per_s: memory bandwidth of a matrix-vector product, which is what decoding does.
+      flops_per_s: rate of a large square f32 matrix product.
+    """
+
+    name: str
+    read_bytes_per_s: float
+    flops_per_s: float
+
+    def floor_s(self, model: ModelConfig, context_len: int, num_tokens: int) -> float:
+        """Return the least time to forward `num_tokens` behind `context_len` cells, in seconds.
+
+        The larger of two times: to read weights and cells once, and to do the arithmetic.
+        """
+        read = weights_read_bytes(model) + context_len * model.bytes_per_cell
+        return max(
+            read / self.read_bytes_per_s,
+            forward_flops(model, context_len, num_tokens) / self.flops_per_s,
+        )
+
+
+def measure() -> Machine:
+    """Measure the default device; takes about a second."""
+    key = jax.random.key(0)
+    square = jax.random.normal(key, (_MATRIX_WIDTH, _MATRIX_WIDTH), jnp.float32)
+    tall = jnp.ones((_READ_ROWS, _MATRIX_WIDTH), jnp.float32)
+    return Machine(
+        name=_device_name(),
+        read_bytes_per_s=tall.nbytes / _best_s(square[:1], tall),
+        flops_per_s=2 * _MATRIX_WIDTH**3 / _best_s(square, square),
+    )
+
+
+def weights_bytes(model: ModelConfig) -> int:
+    """Return the size of all weights."""
+    return model.num_params * jnp.dtype(model.dtypes.param_dtype).itemsize
+
+
+def weights_read_bytes(model: ModelConfig) -> int:
+    """Return the bytes of weights that a step reads: all, but few rows of an input embedding."""
+    unread = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
+    return (model.num_params - unread) * jnp.dtype(model.dtypes.param_dtype).itemsize
+
+
+def forward_flops(model: ModelConfig, context_len: int, num_tokens: int) -> int:
+    """Return the operations to forward tokens and score the vocabulary after the last one."""
+    matrices = 1 if model.tied_embeddings else 2
+    block_params = model.num_params - matrices * model.vocab_size * model.hidden_size
+    seen = num_tokens * context_len + num_tokens * (num_tokens + 1) // 2
+    attention = 4 * seen * model.num_heads * model.head_dim * model.num_layers
+    return 2 * block_params * num_tokens + attention + 2 * model.vocab_size * model.hidden_size
+
+
+def _device_name() -> str:
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return f"a CPU of {os.cpu_count()} cores"
+    return device.device_kind
+
+
+def _best_s(left: jax.Array, right: jax.Array) -> float:
+    """Time the product of [rows, width] and [columns, width] matrices, best of a few, in s."""
+    seconds = []
+    for _ in range(1 + _REPEATS):  # the first one compiles
+        began = time.perf_counter()
+        jax.block_until_ready(jnp.einsum("ik,jk->ij", left, right))
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
