@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
 
-from jaxstate import generation
+from jaxstate import checks, generation
 from jaxstate import pages as pages_module
 from jaxstate import session as session_module
 from jaxstate.answer import Answer, FinishReason, Source, Token
@@ -85,7 +85,7 @@ class Engine:
             raise SessionError(f"session {name} exists already; choose another id or close it")
         session = Session(session_id=name, owner=next(self._owners), when_full=when_full)
         if len(frozen):
-            ids = self._checked(frozen, "frozen")
+            ids = checks.token_ids(frozen, self.model, "frozen")
             if len(ids) >= self.config.context_len:
                 raise CapacityError(
                     f"frozen: expected less than context_len={self.config.context_len} tokens, "
@@ -165,7 +165,7 @@ class Engine:
           SessionError: unknown session.
         """
         session = self.session(session_id)
-        ids = self._checked(token_ids, "append")
+        ids = checks.token_ids(token_ids, self.model, "append")
         self._append(session, ids)
         session.version += 1
         return session.version
@@ -182,9 +182,9 @@ class Engine:
         Source: Stream2LLM (arXiv:2604.16395).
         """
         session = self.session(session_id)
-        ids = self._checked(token_ids, "update")
+        ids = checks.token_ids(token_ids, self.model, "update")
         stream = np.asarray(session.token_ids[session.frozen_len :], np.int32)
-        common = _common_len(stream, ids)
+        common = session_module.common_len(stream, ids)
         if common < len(stream):
             session_module.rolled_back(session, len(stream) - common)  # may refuse
         if len(ids) > self.config.context_len - session.frozen_len:
@@ -237,10 +237,10 @@ class Engine:
         Source: speculative pre-positioning (arXiv:2606.29565).
         """
         session = self.session(session_id)
-        ids = self._checked(entry, "entry")
-        self._check_positions(session.context_len, len(ids), max_new_tokens)
+        ids = checks.token_ids(entry, self.model, "entry")
+        checks.positions(self.model, session.context_len, len(ids), max_new_tokens)
         owner = next(self._owners)
-        paid, skip = self._longest_paid(session, ids)
+        paid, skip = session_module.longest_paid(session, ids)
         tail = self._tail(session, owner, paid, skip, len(ids) + max_new_tokens - skip)
         try:
             following = self._ask(tail, ids, paid, skip)
@@ -290,9 +290,18 @@ class Engine:
           SessionError: unknown session.
         """
         session = self.session(session_id)
-        ids = self._checked(question, "question")
-        request = self._request(ids, max_new_tokens, sampling, eos_ids, stop, top_logprobs)
-        self._check_positions(session.context_len, len(ids), max_new_tokens)
+        ids = checks.token_ids(question, self.model, "question")
+        request = checks.request(
+            ids,
+            self.model,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            eos_ids=eos_ids,
+            stop=stop,
+            top_logprobs=top_logprobs,
+            has_text=self._tokenizer is not None,
+        )
+        checks.positions(self.model, session.context_len, len(ids), max_new_tokens)
         if commit:  # refuse now what could not be kept later
             session_module.overflow_evictions(
                 session,
@@ -320,13 +329,15 @@ class Engine:
           InputError, CapacityError, SessionError: as for query.
         """
         session = self.session(session_id)
-        ids = self._checked(question, "question")
-        checked = [tuple(self._checked(choice, "choices").tolist()) for choice in choices]
+        ids = checks.token_ids(question, self.model, "question")
+        checked = [
+            tuple(checks.token_ids(choice, self.model, "choices").tolist()) for choice in choices
+        ]
         tree = ChoiceTree(checked)
         longest = max(len(choice) for choice in checked)
-        self._check_positions(session.context_len, len(ids), longest)
+        checks.positions(self.model, session.context_len, len(ids), longest)
         before = self.executor.tokens_forwarded
-        paid, skip = self._longest_paid(session, ids)
+        paid, skip = session_module.longest_paid(session, ids)
         tail = self._tail(session, next(self._owners), paid, skip, len(ids) - skip)
         try:
             ready = paid.ready if paid and skip == len(ids) else None
@@ -362,9 +373,18 @@ class Engine:
         top_logprobs: int | None = None,
     ) -> Generator[Token, None, Answer]:
         """Like `stream`, without a session."""
-        ids = self._checked(prompt, "prompt")
-        request = self._request(ids, max_new_tokens, sampling, eos_ids, stop, top_logprobs)
-        self._check_positions(0, len(ids), max_new_tokens)
+        ids = checks.token_ids(prompt, self.model, "prompt")
+        request = checks.request(
+            ids,
+            self.model,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            eos_ids=eos_ids,
+            stop=stop,
+            top_logprobs=top_logprobs,
+            has_text=self._tokenizer is not None,
+        )
+        checks.positions(self.model, 0, len(ids), max_new_tokens)
         nobody = Session(session_id="", owner=next(self._owners), when_full="error")
         return self._stream(nobody, ids, request, commit=False)
 
@@ -395,51 +415,6 @@ class Engine:
 
     def _free_name(self) -> str:
         return next(name for n in self._names if (name := f"s{n}") not in self._sessions)
-
-    def _checked(self, token_ids: Sequence[int], what: str) -> np.ndarray:
-        ids = np.asarray(token_ids)
-        if ids.size == 0:
-            raise InputError(f"{what}: expected at least one token id, got none")
-        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise InputError(
-                f"{what}: expected a flat list of integer token ids, got shape {ids.shape} of "
-                f"{ids.dtype}"
-            )
-        bad = ids[(ids < 0) | (ids >= self.model.vocab_size)]
-        if bad.size:
-            raise InputError(
-                f"{what}: expected token ids in 0 … {self.model.vocab_size - 1}, got {bad[0]}; "
-                "encode the text with this model's tokenizer"
-            )
-        return ids.astype(np.int32)
-
-    def _check_positions(self, context_len: int, count: int, max_new_tokens: int) -> None:
-        limit = self.model.max_positions
-        if context_len + count + max_new_tokens > limit:
-            raise CapacityError(
-                f"{context_len} context tokens, {count} more and {max_new_tokens} new ones exceed "
-                f"the model's {limit} positions; at most {max(limit - context_len, 0)} are free: "
-                "shorten the question, ask for fewer tokens, or lower context_len"
-            )
-
-    def _request(self, ids, max_new_tokens, sampling, eos_ids, stop, top_logprobs) -> Request:
-        if stop and self._tokenizer is None:
-            raise InputError("stop: needs text, and this engine has no tokenizer; pass eos_ids")
-        sampling = sampling or Sampling()
-        for token_id in (*sampling.logit_bias, *eos_ids):
-            if not 0 <= token_id < self.model.vocab_size:
-                raise InputError(
-                    f"logit_bias and eos_ids: expected ids in 0 … {self.model.vocab_size - 1}, "
-                    f"got {token_id}"
-                )
-        return Request(
-            token_ids=tuple(ids.tolist()),
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            eos_ids=tuple(eos_ids),
-            stop=tuple(stop),
-            top_logprobs=top_logprobs,
-        )
 
     def _shifts(self, session: Session, count: int, evicting: int = 0) -> np.ndarray:
         """Shifts of the next `count` stream tokens after `evicting` more are dropped."""
@@ -526,20 +501,6 @@ class Engine:
             self.pages.drop(paid.entries)
         session.paid.clear()
 
-    def _longest_paid(self, session: Session, ids: np.ndarray) -> tuple[PaidTail | None, int]:
-        """Find the paid tail that saves most, and how many question tokens it saves.
-
-        All of them only if the tail ends exactly there: then its distribution is the answer's.
-        """
-        best, skip = None, 0
-        for paid in session.paid:
-            common = _common_len(np.asarray(paid.token_ids, np.int32), ids)
-            if common == len(ids) and common < len(paid.token_ids):
-                common -= 1
-            if common > skip:
-                best, skip = paid, common
-        return best, skip
-
     def _tail(
         self, session: Session, owner: int, paid: PaidTail | None, skip: int, count: int
     ) -> Tail:
@@ -566,7 +527,7 @@ class Engine:
         if session.session_id and self._sessions.get(session.session_id) is not session:
             raise SessionError(f"session {session.session_id} was closed before it was asked")
         before = self.executor.tokens_forwarded
-        paid, skip = self._longest_paid(session, ids)
+        paid, skip = session_module.longest_paid(session, ids)
         owner = session.owner if commit else next(self._owners)
         version, context_len = session.version, session.context_len
         tail = self._tail(session, owner, paid, skip, len(ids) - skip + request.max_new_tokens)
@@ -610,13 +571,6 @@ class Engine:
         if dropped:
             self._drop_oldest(session, dropped)
         session.version += 1
-
-
-def _common_len(left: np.ndarray, right: np.ndarray) -> int:
-    """Length of the longest common prefix."""
-    count = min(len(left), len(right))
-    differs = np.flatnonzero(left[:count] != right[:count])
-    return int(differs[0]) if differs.size else count
 
 
 def _finish(stream: Iterator[Token]) -> Answer:

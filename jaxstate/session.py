@@ -140,3 +140,25 @@ def rolled_back(session: Session, count: int) -> tuple[Entry, ...]:
             "stood before them; append the wanted tokens to a new session instead"
         )
     return cut_end(session.entries, session.context_len - count)
+
+
+def longest_paid(session: Session, ids: np.ndarray) -> tuple[PaidTail | None, int]:
+    """Find the paid tail that saves most, and how many question tokens it saves.
+
+    All of them only if the tail ends exactly there: then its distribution is the answer's.
+    """
+    best, skip = None, 0
+    for paid in session.paid:
+        common = common_len(np.asarray(paid.token_ids, np.int32), ids)
+        if common == len(ids) and common < len(paid.token_ids):
+            common -= 1
+        if common > skip:
+            best, skip = paid, common
+    return best, skip
+
+
+def common_len(left: np.ndarray, right: np.ndarray) -> int:
+    """Length of the longest common prefix."""
+    count = min(len(left), len(right))
+    differs = np.flatnonzero(left[:count] != right[:count])
+    return int(differs[0]) if differs.size else count
