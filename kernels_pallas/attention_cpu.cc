@@ -31,6 +31,7 @@ namespace {
 
 constexpr int kLanes = 16;       // floats per vector; compilers split it on narrower machines
 constexpr int kCells = 64;       // cells per block
+constexpr int kFewCells = 32;    // the same for few rows: less to keep while memory is read
 constexpr int kMaxVectors = 6;   // vectors of rows per task
 constexpr int kMaxDim = 256;     // largest head_dim
 constexpr int32_t kPaddingRow = 1 << 30;  // PADDING_ROW of work.py
@@ -209,10 +210,11 @@ bool Sees(const Problem& p, const Rows& rows, int lane, const Cells& cells, int 
          (p.window == 0 || distance < p.window);
 }
 
-// Fetch rows that are needed soon: broadcasts of single floats do not wake the hardware's prefetch.
+// Fetch rows into the second-level cache: broadcasts of single floats do not wake the hardware's
+// own prefetch, and the first level has no room to spare.
 inline void Prefetch(const float* row, int count, int64_t stride, int64_t dim) {
   for (int i = 0; i < count; ++i)
-    for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(row + i * stride + d);
+    for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(row + i * stride + d, 0, 2);
 }
 
 // Sums that a register tile holds: cells, then dims, times NV vectors, of the 32 registers.
@@ -255,7 +257,10 @@ void VisitLanes(const Problem& p, const Rows& rows, const Cells& cells, const fl
     const float* keys[kTile];
     for (int i = 0; i < kTile; ++i)
       keys[i] = cells.k + std::min(c + i, cells.count - 1) * cells.stride;
-    Prefetch(cells.v + c * cells.stride, std::min(kTile, cells.count - c), cells.stride, dim);
+    // The next block, most likely; a wrong guess costs nothing.
+    const int64_t next = (cells.count + c) * cells.stride;
+    Prefetch(cells.k + next, kTile, cells.stride, dim);
+    Prefetch(cells.v + next, kTile, cells.stride, dim);
     for (int64_t d = 0; d < dim; ++d) {
       Vec column[NV];
       for (int j = 0; j < NV; ++j) column[j] = Load(q + d * kWidth + j * kLanes);
@@ -286,8 +291,6 @@ void VisitLanes(const Problem& p, const Rows& rows, const Cells& cells, const fl
     Store(state.peak + j * kLanes, peak);
     Store(state.total + j * kLanes, total);
   }
-  // The next block's keys, most likely; a wrong guess costs nothing.
-  Prefetch(cells.k + cells.count * cells.stride, cells.count, cells.stride, dim);
   int64_t d = 0;
   for (; d + kTile <= dim; d += kTile) MixLanes<NV, kTile>(cells, scores, kept, d, state);
   for (; d + 4 <= dim; d += 4) MixLanes<NV, 4>(cells, scores, kept, d, state);
@@ -299,8 +302,8 @@ template <int R>
 void VisitFew(const Problem& p, const Rows& rows, const Cells& cells, const float* q,
               State& state) {
   const int64_t dim = p.head_dim;
-  alignas(64) float scores[R][kCells];
-  for (int c = 0; c < kCells; ++c)
+  alignas(64) float scores[R][kFewCells];
+  for (int c = 0; c < kFewCells; ++c)
     for (int r = 0; r < R; ++r)
       if (c >= cells.count) scores[r][c] = kMinusInf;
   for (int c = 0; c < cells.count; ++c) {
@@ -322,13 +325,13 @@ void VisitFew(const Problem& p, const Rows& rows, const Cells& cells, const floa
   float kept[R];
   for (int r = 0; r < R; ++r) {
     Vec highest = Load(scores[r]);
-    for (int c = kLanes; c < kCells; c += kLanes) highest = Max(highest, Load(scores[r] + c));
+    for (int c = kLanes; c < kFewCells; c += kLanes) highest = Max(highest, Load(scores[r] + c));
     float peak = state.peak[r];
     for (int i = 0; i < kLanes; ++i) peak = std::max(peak, highest[i]);
     const float floor = peak > kMinusInf ? peak : 0.0f;
     kept[r] = state.peak[r] > kMinusInf ? std::exp(state.peak[r] - floor) : 0.0f;
     Vec total = {};
-    for (int c = 0; c < kCells; c += kLanes) {
+    for (int c = 0; c < kFewCells; c += kLanes) {
       const Vec weight = Exp(Load(scores[r] + c) - floor);
       Store(scores[r] + c, weight);
       total += weight;
@@ -391,18 +394,19 @@ void Run(const Problem& p, const Task& task, State& state) {
   Describe(p, rows);
   const bool by_lane = task.count > kFewRows;
   const Visit visit = VisitorOf(task.count);
+  const int64_t block = by_lane ? kCells : kFewCells;
   const int64_t lanes = by_lane ? (task.count + kLanes - 1) / kLanes * kLanes : task.count;
   std::fill_n(state.peak, lanes, kMinusInf);
   std::fill_n(state.total, lanes, 0.0f);
   std::fill_n(state.mixed, lanes * p.head_dim, 0.0f);
   if (task.tail) {
     LoadQueries(p, rows, -1, by_lane, queries.data());
-    for (int64_t token = 0; token < p.tokens; token += kCells) {
+    for (int64_t token = 0; token < p.tokens; token += block) {
       Cells cells;
       cells.stride = p.kv_heads * p.head_dim;
       cells.k = p.k_tail + token * cells.stride + task.head * p.head_dim;
       cells.v = p.v_tail + token * cells.stride + task.head * p.head_dim;
-      cells.count = std::min<int64_t>(kCells, p.tokens - token);
+      cells.count = std::min(block, p.tokens - token);
       cells.base = 0;
       cells.item = nullptr;
       cells.bias = p.tail_bias + token * p.tail_stride + task.first;
@@ -427,14 +431,14 @@ void Run(const Problem& p, const Task& task, State& state) {
       loaded = true;
       LoadQueries(p, rows, shift ? index : -1, by_lane, queries.data());
     }
-    for (int64_t at = begin; at < end; at += kCells) {
+    for (int64_t at = begin; at < end; at += block) {
       const int64_t cell = item[kFirst] + at;
       const int64_t flat = task.head * p.cells + item[kStart] + cell;
       Cells cells;
       cells.stride = p.head_dim;
       cells.k = p.k_cells + flat * p.head_dim;
       cells.v = p.v_cells + flat * p.head_dim;
-      cells.count = std::min<int64_t>(kCells, end - at);
+      cells.count = std::min(block, end - at);
       cells.base = item[kBase] + static_cast<int32_t>(cell);
       cells.item = item;
       cells.bias = nullptr;
