@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -18,7 +18,12 @@ def token_ids(given: Sequence[int] | np.ndarray, model: ModelConfig, what: str) 
     Raises:
       InputError: none, not a flat list of integers, or outside the vocabulary.
     """
-    ids = np.asarray(given)
+    try:
+        ids = np.asarray(given)
+    except ValueError:
+        raise InputError(
+            f"{what}: expected a flat list of integer token ids, got lists of different lengths"
+        ) from None
     if ids.size == 0:
         raise InputError(f"{what}: expected at least one token id, got none")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
@@ -50,6 +55,29 @@ def positions(model: ModelConfig, context_len: int, count: int, max_new_tokens: 
         )
 
 
+def vocabulary(model: ModelConfig, ids: Iterable[int], what: str) -> None:
+    """Refuse ids outside the vocabulary.
+
+    Raises:
+      InputError: names the first.
+    """
+    for token_id in ids:
+        if not 0 <= token_id < model.vocab_size:
+            raise InputError(f"{what}: expected ids in 0 … {model.vocab_size - 1}, got {token_id}")
+
+
+def count(given: int, what: str, *, least: int) -> None:
+    """Refuse what is no integer or less than `least`.
+
+    Raises:
+      InputError: says what was expected.
+    """
+    if not isinstance(given, int | np.integer) or isinstance(given, bool):
+        raise InputError(f"{what}: expected an integer, got {given!r}")
+    if given < least:
+        raise InputError(f"{what}: expected at least {least}, got {given}")
+
+
 def request(
     ids: np.ndarray,
     model: ModelConfig,
@@ -68,15 +96,15 @@ def request(
     Raises:
       InputError: out of range, or stop strings without text.
     """
+    if isinstance(stop, str):
+        raise InputError(
+            f'stop: expected a list of strings, got the string "{stop}"; put it in [ ]'
+        )
     if stop and not has_text:
         raise InputError("stop: needs text, and this engine has no tokenizer; pass eos_ids")
     sampling = sampling or Sampling()
-    for token_id in (*sampling.logit_bias, *eos_ids):
-        if not 0 <= token_id < model.vocab_size:
-            raise InputError(
-                f"logit_bias and eos_ids: expected ids in 0 … {model.vocab_size - 1}, "
-                f"got {token_id}"
-            )
+    vocabulary(model, (*sampling.logit_bias, *eos_ids), "logit_bias and eos_ids")
+    count(max_new_tokens, "max_new_tokens", least=1)
     return Request(
         token_ids=tuple(ids.tolist()),
         max_new_tokens=max_new_tokens,

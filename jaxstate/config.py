@@ -28,7 +28,8 @@ class EngineConfig:
       step_shapes: the static sizes that are compiled, smallest first.
       stretch_cells: lengths of the pool stretches that attention reads, longest first; None =
         what the implementation reads best.
-      table_capacity: most stretches of one length that one step may read.
+      table_capacity: most stretches of one length that one step may read; None = enough for a
+        context that fills the pool, however scattered.
       implementation: of the attention, see kernels_pallas.dispatch; "auto" logs its choice.
       kernel_cache_dir: where compiled kernels are kept; None = the user's cache folder.
     """
@@ -39,14 +40,14 @@ class EngineConfig:
     evict_quantum: int
     step_shapes: tuple[StepShape, ...] = DEFAULT_STEP_SHAPES
     stretch_cells: tuple[int, ...] | None = None
-    table_capacity: int = 256
+    table_capacity: int | None = None
     implementation: Implementation = "auto"
     kernel_cache_dir: str | None = None
 
     def __post_init__(self):
         """Check that sizes make sense on their own."""
         for name in ("num_pages", "page_size", "context_len", "evict_quantum", "table_capacity"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if not self.step_shapes:
             raise ValueError("step_shapes: expected at least one shape, got none")
@@ -55,6 +56,10 @@ class EngineConfig:
             raise ValueError(f"step_shapes: expected ascending num_tokens, got {sizes}")
         if self.stretch_cells is None:
             return
+        if not self.stretch_cells or min(self.stretch_cells) < 1:
+            raise ValueError(
+                f"stretch_cells: expected lengths of at least one cell, got {self.stretch_cells}"
+            )
         if list(self.stretch_cells) != sorted(set(self.stretch_cells), reverse=True):
             raise ValueError(
                 f"stretch_cells: expected descending lengths, got {self.stretch_cells}"
@@ -69,6 +74,14 @@ class EngineConfig:
     def num_cells(self) -> int:
         """Cells of the pool."""
         return self.num_pages * self.page_size
+
+    @property
+    def table_len(self) -> int:
+        """Rows of a step's table of stretches, per stretch length."""
+        if self.table_capacity is not None:
+            return self.table_capacity
+        shortest = self.stretch_cells[-1] if self.stretch_cells else self.num_cells
+        return (self.num_pages + 1) * -(-self.page_size // shortest)
 
     def check_model(self, model: ModelConfig) -> None:
         """Check that sessions fit the model's positions.

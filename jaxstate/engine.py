@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxstate import checks, generation
 from jaxstate import pages as pages_module
+from jaxstate import rows as rows_module
 from jaxstate import session as session_module
 from jaxstate.answer import Answer, FinishReason, Source, Token
 from jaxstate.choices import ChoiceTree
@@ -192,7 +193,13 @@ class Engine:
                 f"update of {len(ids)} tokens is longer than the stream's window of "
                 f"{self.config.context_len - session.frozen_len}; shorten it or raise context_len"
             )
-        self._check_pages_for_update(session, common, len(ids) - common)
+        if common < len(ids):
+            position = session.frozen_len + common
+            begin = session.stream_len - (len(stream) - common)
+            self._check_room(
+                session, pages_module.cut_end(session.entries, position), position,
+                self._shifts(session, begin, len(ids) - common),
+            )  # fmt: skip
         if common < len(stream):
             self._roll_back(session, len(stream) - common)
         if common < len(ids):
@@ -208,8 +215,7 @@ class Engine:
           SessionError: unknown session, a shorter stream, or an eviction in between.
         """
         session = self.session(session_id)
-        if count < 1:
-            raise InputError(f"rollback: expected at least 1 token, got {count}")
+        checks.count(count, "rollback", least=1)
         self._roll_back(session, count)
         session.version += 1
         return session.version
@@ -238,6 +244,8 @@ class Engine:
         """
         session = self.session(session_id)
         ids = checks.token_ids(entry, self.model, "entry")
+        checks.count(max_new_tokens, "max_new_tokens", least=0)
+        checks.vocabulary(self.model, eos_ids, "eos_ids")
         checks.positions(self.model, session.context_len, len(ids), max_new_tokens)
         owner = next(self._owners)
         paid, skip = session_module.longest_paid(session, ids)
@@ -336,7 +344,6 @@ class Engine:
         tree = ChoiceTree(checked)
         longest = max(len(choice) for choice in checked)
         checks.positions(self.model, session.context_len, len(ids), longest)
-        before = self.executor.tokens_forwarded
         paid, skip = session_module.longest_paid(session, ids)
         tail = self._tail(session, next(self._owners), paid, skip, len(ids) - skip)
         try:
@@ -352,7 +359,7 @@ class Engine:
             source=Source.RESUMED if skip else Source.COMPUTED,
             version=session.version,
             context_len=session.context_len,
-            tokens_forwarded=self.executor.tokens_forwarded - before,
+            tokens_forwarded=tail.tokens_forwarded,
             gap=root.gap,
             choice=best,
             choice_logprobs=tuple(scores),
@@ -416,23 +423,21 @@ class Engine:
     def _free_name(self) -> str:
         return next(name for n in self._names if (name := f"s{n}") not in self._sessions)
 
-    def _shifts(self, session: Session, count: int, evicting: int = 0) -> np.ndarray:
-        """Shifts of the next `count` stream tokens after `evicting` more are dropped."""
+    def _shifts(self, session: Session, first: int, count: int, evicting: int = 0) -> np.ndarray:
+        """Shifts of stream tokens `first` and following after `evicting` more are dropped."""
         epoch = session_module.rotation_epoch(
             self.model.max_positions, session.frozen_len, self.config.page_size
         )
-        return session_module.stream_shifts(
-            session.stream_len, count, session.evicted + evicting, epoch
-        )
+        return session_module.stream_shifts(first, count, session.evicted + evicting, epoch)
 
     def _append(self, session: Session, ids: np.ndarray) -> None:
         dropped = session_module.overflow_evictions(
             session, len(ids), self.config.context_len, self.config.evict_quantum
         )
-        shifts = self._shifts(session, len(ids), dropped)
+        shifts = self._shifts(session, session.stream_len, len(ids), dropped)
         entries = session_module.evict(session, dropped) if dropped else session.entries
         position = session.context_len - dropped
-        self._check_pages(session, entries, position, shifts)
+        self._check_room(session, entries, position, shifts)
         self._forget_paid(session)
         if dropped:
             self._drop_oldest(session, dropped)
@@ -474,27 +479,20 @@ class Engine:
         session.entries = entries
         del session.token_ids[session.context_len - count :]
 
-    def _check_pages(self, session: Session, entries, position: int, shifts) -> None:
-        """Refuse what the pool cannot hold, counting what paid tails and eviction give back."""
+    def _check_room(self, session: Session, entries, position: int, shifts: np.ndarray) -> None:
+        """Refuse tokens that pool or step table cannot hold behind `entries`.
+
+        What paid tails, eviction and rollback give back counts as free.
+        """
         needed = pages_module.pages_needed(self.pages, session.owner, entries, position, shifts)
         self.pages.require(
             needed, [session.entries, *(p.entries for p in session.paid)], staying=entries
         )
-
-    def _check_pages_for_update(self, session: Session, common: int, count: int) -> None:
-        """The same for what an update rolls back and appends."""
-        kept = session.frozen_len + common
-        entries = pages_module.cut_end(session.entries, kept)
-        dropped = max(0, kept + count - self.config.context_len)
-        if dropped and session.when_full == "error":
-            raise CapacityError(
-                f"session {session.session_id}: an update to {kept + count} tokens exceeds "
-                f"context_len={self.config.context_len}; shorten it or raise context_len"
-            )
-        needed = -(-count // self.config.page_size) + 1
-        self.pages.require(
-            needed, [session.entries, *(p.entries for p in session.paid)], staying=entries
-        )
+        one_step = len(shifts) <= self.executor.longest_step  # reads only what is there already
+        rows_module.check_context(
+            pages_module.stretches(entries, self.config.page_size), 0 if one_step else needed,
+            self.executor.config.step_shapes[-1], self.executor.config,
+        )  # fmt: skip
 
     def _forget_paid(self, session: Session) -> None:
         for paid in session.paid:
@@ -509,7 +507,7 @@ class Engine:
         context = session.entries
         if paid:
             context = pages_module.cut_end(paid.entries, position)
-        shifts = self._shifts(session, skip + count)[skip:]
+        shifts = self._shifts(session, session.stream_len + skip, count)
         return Tail(self.executor, self.pages, owner, context, position, shifts)
 
     def _ask(self, tail: Tail, ids: np.ndarray, paid: PaidTail | None, skip: int) -> NextToken:
@@ -526,7 +524,9 @@ class Engine:
     ) -> Generator[Token, None, Answer]:
         if session.session_id and self._sessions.get(session.session_id) is not session:
             raise SessionError(f"session {session.session_id} was closed before it was asked")
-        before = self.executor.tokens_forwarded
+        checks.positions(
+            self.model, session.context_len, len(ids), request.max_new_tokens
+        )  # again: the session may have grown since it was asked
         paid, skip = session_module.longest_paid(session, ids)
         owner = session.owner if commit else next(self._owners)
         version, context_len = session.version, session.context_len
@@ -548,7 +548,7 @@ class Engine:
             source=Source.RESUMED if skip else Source.COMPUTED,
             version=version,
             context_len=context_len,
-            tokens_forwarded=self.executor.tokens_forwarded - before,
+            tokens_forwarded=tail.tokens_forwarded,
         )
 
     def _commit(self, session: Session, version: int, tail: Tail, ids, answer: list[int]) -> None:

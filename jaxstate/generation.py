@@ -40,8 +40,6 @@ class Request:
 
     def __post_init__(self):
         """Check ranges."""
-        if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens: expected at least 1, got {self.max_new_tokens}")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise InputError(
                 f"top_logprobs: expected 0 to {MAX_TOP_LOGPROBS}, got {self.top_logprobs}"

@@ -177,9 +177,8 @@ class Pages:
         header = self._headers[entry.page]
         if header.owner != owner or entry.fill >= self.page_size:
             return False
-        if header.references == 1:
-            header.high_water = entry.fill  # nobody else sees the page: what was cut is free
-        return header.high_water <= entry.fill
+        # Where nobody else sees the page, what was cut off is free again.
+        return header.references == 1 or header.high_water <= entry.fill
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

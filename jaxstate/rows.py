@@ -122,10 +122,31 @@ def pack(groups: Sequence[Group], shape: StepShape, config: EngineConfig) -> Row
         "allowed_idx": np.zeros(shape.num_rows, np.int32),
     }
     work = tuple(
-        _work_list(rows, cells, config.table_capacity)
-        for rows, cells in zip(items, sizes, strict=True)
+        _work_list(rows, cells, config.table_len) for rows, cells in zip(items, sizes, strict=True)
     )
     return Rows(work=work, **fields)
+
+
+def check_context(
+    context: Sequence[Stretch], extra_pages: int, shape: StepShape, config: EngineConfig
+) -> None:
+    """Refuse now a context that `pack` would refuse later.
+
+    Args:
+      context: what the first step reads.
+      extra_pages: pages that later steps read too; each may lie apart.
+      shape: of the steps.
+    Raises:
+      CapacityError: as from `pack`.
+    """
+    sizes = config.stretch_cells
+    assert sizes is not None, "the executor fills in the implementation's sizes"
+    items: list[list[tuple[int, ...]]] = [[] for _ in sizes]
+    blocks = range(shape.num_tokens // shape.block_tokens)
+    _cover(items, context, sizes, config.num_cells, 0, 1, blocks)
+    extra = extra_pages * -(-config.page_size // sizes[-1]) * len(blocks)
+    for rows, cells in zip(items, sizes, strict=True):
+        _check_count(len(rows) + extra, cells, config.table_len)
 
 
 def _sees(count: int, parents: Sequence[int] | None) -> np.ndarray:
@@ -184,12 +205,16 @@ def _item_size(cells: int, sizes: Sequence[int]) -> int:
     return len(sizes) - 1
 
 
-def _work_list(rows: list[tuple[int, ...]], cells: int, capacity: int) -> WorkList:
-    if len(rows) > capacity:
+def _check_count(count: int, cells: int, capacity: int) -> None:
+    if count > capacity:
         raise CapacityError(
-            f"a step reads {len(rows)} stretches of {cells} cells, the table holds {capacity}; "
+            f"a step reads {count} stretches of {cells} cells, the table holds {capacity}; "
             "raise table_capacity or forward fewer rows at once"
         )
+
+
+def _work_list(rows: list[tuple[int, ...]], cells: int, capacity: int) -> WorkList:
+    _check_count(len(rows), cells, capacity)
     table = np.zeros((capacity, NUM_COLUMNS), np.int32)
     if rows:
         rows.sort(key=lambda row: (row[7], row[4]))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxstate.errors import InputError
 
@@ -39,11 +41,19 @@ class Sampling:
 
     def __post_init__(self):
         """Check ranges."""
+        for name, value in (("top_k", self.top_k), ("seed", self.seed)):
+            if not isinstance(value, int | np.integer):
+                raise InputError(f"{name}: expected an integer, got {value}")
         for name, ok, expected in (
             ("temperature", 0 <= self.temperature < float("inf"), "a number >= 0"),
-            ("top_k", self.top_k >= 0, "an integer >= 0 (0 = all)"),
+            ("top_k", 0 <= self.top_k < 2**31, "an integer >= 0 (0 = all)"),
             ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]"),
             ("min_p", 0 <= self.min_p < 1, "a number in [0, 1)"),
+            (
+                "logit_bias",
+                all(value < math.inf for value in self.logit_bias.values()),
+                "numbers, -inf to ban a token",
+            ),
             ("seed", 0 <= self.seed < 2**32, "an integer in [0, 2**32)"),
         ):
             if not ok:

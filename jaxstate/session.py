@@ -106,7 +106,11 @@ def evict(session: Session, count: int) -> tuple[Entry, ...]:
 
 
 def rotation_epoch(max_positions: int, frozen_len: int, page_size: int) -> int:
-    """Stream tokens after which stored rotations start over at frozen_len, in whole pages."""
+    """Stream tokens after which stored rotations start over at frozen_len, in whole pages.
+
+    At least one page: only a prefix that leaves less than that of the model's positions lets a
+    stored rotation pass the longest one, by less than a page. Scores depend on distances alone.
+    """
     return max((max_positions - frozen_len) // page_size * page_size, page_size)
 
 
@@ -114,8 +118,8 @@ def stream_shifts(first: int, count: int, evicted: int, epoch: int) -> np.ndarra
     """Shifts of the stream's tokens first … first + count - 1, [count] int32.
 
     Token n is stored rotated at frozen_len + n mod epoch, whatever was evicted before it came:
-    all tokens of an epoch share one shift at any time, and no stored rotation passes the model's
-    longest position.
+    all tokens of an epoch share one shift at any time, and stored rotations stay within the
+    model's positions (see rotation_epoch).
     """
     index = np.arange(first, first + count, dtype=np.int64)
     return (index // epoch * epoch - evicted).astype(np.int32)

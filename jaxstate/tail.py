@@ -70,6 +70,7 @@ class Tail:
         self._all_entries = self._growth.entries if self._growth else tuple(context)
         pages.hold(self._all_entries)
         self.position = position
+        self.tokens_forwarded = 0
 
     def entries(self) -> tuple[Entry, ...]:
         """Return the table of context and tail up to the last forwarded token."""
@@ -156,4 +157,5 @@ class Tail:
         )
         result = self._executor.run([Group(rows=[row])])
         self.position += count
+        self.tokens_forwarded += len(ids)
         return result

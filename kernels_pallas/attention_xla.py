@@ -157,10 +157,13 @@ def context_attention(
         peak = jnp.maximum(before.peak, scores.max(axis=-1))
         weights = _weights(scores, peak)
         kept = jnp.exp(before.peak - peak)
+        # Weights of unused cells are 0, but 0 times what lies there may be no number.
+        used = (cell_idx >= item[work_columns.FIRST]) & (cell_idx < item[work_columns.FILL])
+        values = jnp.where(used[None, :, None], cells_of(v_cells), 0)
         after = Partial(
             peak=peak,
             total=before.total * kept + weights.sum(axis=-1),
-            mixed=before.mixed * kept[..., None] + _mix(weights, cells_of(v_cells), precision),
+            mixed=before.mixed * kept[..., None] + _mix(weights, values, precision),
         )
         if single:
             return after
