@@ -43,7 +43,10 @@ NEAR_TIE_LOGITS = 2.0
 f32, since both logits may be off by one tolerance in opposite directions."""
 
 MAX_NEAR_TIE_SHARE = 0.005
-"""Largest share of greedy sequences that may end in a near-tie."""
+"""Largest share of greedy sequences in which a near-tie may excuse another id.
+
+Near-ties at which the ids agree excuse nothing and are only counted: tiny random models have many.
+"""
 
 
 class Mismatch(AssertionError):
@@ -95,12 +98,12 @@ class Tally:
         )
 
     def check_near_ties(self) -> None:
-        """Require that near-ties are rare; one is always allowed, whatever the sample's size."""
+        """Require that ids rarely differ; one is always allowed, whatever the sample's size."""
         allowed = max(1.0, MAX_NEAR_TIE_SHARE * self.sequences)
         require(
-            self.near_ties <= allowed,
-            f"expected at most {allowed:.1f} near-ties in {self.sequences} greedy sequences, "
-            f"got {self.near_ties}",
+            self.diverged <= allowed,
+            f"expected other ids in at most {allowed:.1f} of {self.sequences} greedy sequences, "
+            f"got {self.diverged}",
         )
 
 

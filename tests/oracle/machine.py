@@ -16,8 +16,9 @@ from hypothesis.stateful import (
 )
 
 from oracle import tiny
-from oracle.checked import CheckedEngine, RowSpec
+from oracle.checked import CheckedEngine
 from oracle.equality import Tally
+from oracle.together import RowSpec
 
 MAX_SESSIONS = 4
 

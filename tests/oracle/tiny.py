@@ -100,7 +100,7 @@ def params_of(setup: Setup) -> Params:
         if spec.fan_in:
             return 1.0
         spread = rng.uniform(0.5, 1.5, spec.shape)
-        return spread * (8.0 if path == "final_norm" else 1.0)
+        return spread * (4.0 if path == "final_norm" else 1.0)
 
     scales = map_specs(scale, setup.model)
     return _times(params, scales)
