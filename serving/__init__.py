@@ -1,1 +1,1 @@
-"""The command line and what stands behind it; nothing here does array maths."""
+"""The command line and its commands: everything with a clock, a screen or a user's files."""
