@@ -155,6 +155,16 @@ def test_sampled_answers_repeat_with_their_seed(engine, session):
     assert len({ask(seed) for seed in range(5)}) == 5
 
 
+def test_draws_are_keyed_by_the_tokens_place_in_the_context(engine, session, context):
+    settings = _tempered(2, top_k=30, top_p=0.95, min_p=0.01, logit_bias={3: 1.0})
+    answer = engine.query(session, QUESTION, max_new_tokens=8, sampling=settings)
+    ids = context + QUESTION
+    for token_id in answer.token_ids:
+        logits = jax.numpy.asarray(tiny_engine.dense_logits(ids)[-1])
+        assert engine.executor.draw(logits, settings, len(ids)) == token_id
+        ids = ids + [token_id]
+
+
 def test_draws_depend_on_the_place_in_the_context_not_on_the_query(engine, session):
     """A query whose question holds the first drawn tokens goes on as the first one did."""
     whole = engine.query(session, QUESTION, max_new_tokens=8, sampling=_tempered(3)).token_ids
@@ -305,6 +315,23 @@ def test_queries_leave_every_session_bitwise_unchanged(engine, session):
     engine.choose(session, QUESTION, [[1], [2, 3]])
     engine.generate(QUESTION, max_new_tokens=3)
     assert tiny_engine.state_of(engine) == before
+
+
+@pytest.mark.parametrize("paid", [False, True])
+def test_queries_write_to_pages_of_their_own(engine, session, paid):
+    """Not even the unused cells behind a session's last token change."""
+    if paid:
+        engine.advance(session, QUESTION[:2])
+    record = engine.session(session)
+    tables = [record.entries, *(tail.entries for tail in record.paid)]
+    pages = {entry.page for entries in tables for entry in entries}
+    size = engine.config.page_size
+    cells = np.asarray([page * size + cell for page in sorted(pages) for cell in range(size)])
+    before = engine.executor.read_cells(cells)
+    engine.query(session, QUESTION, max_new_tokens=12)
+    engine.choose(session, QUESTION, [[1], [2, 3]])
+    for old, new in zip(before, engine.executor.read_cells(cells), strict=True):
+        assert [part.tobytes() for part in old] == [part.tobytes() for part in new]
 
 
 def test_memory_is_constant_over_query_cycles(engine, session):
@@ -473,7 +500,8 @@ def test_choices_resume_from_paid_tokens(engine, session):
     paid = engine.choose(session, QUESTION, choices)
     np.testing.assert_allclose(paid.choice_logprobs, plain.choice_logprobs, atol=1e-4)
     assert paid.source is Source.RESUMED
-    assert paid.tokens_forwarded < plain.tokens_forwarded
+    assert plain.tokens_forwarded == len(QUESTION) + 1  # token 2 has a choice behind it
+    assert paid.tokens_forwarded == 1
 
 
 def test_decoding_ahead_stops_at_the_next_decision(engine, session, context):
@@ -564,6 +592,7 @@ def _tour(engine):
 
 
 def test_nothing_compiles_after_ready(engine, compilations):
+    jax.clear_caches()  # forget what other tests have made JAX compile on the way
     with compilations.counted():
         _tour(engine)
     assert compilations.count == 0

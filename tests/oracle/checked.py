@@ -231,7 +231,8 @@ class CheckedEngine:
 
         Args:
           action: another verb of this object, on whatever session.
-          taken: at least 1 and less than max_new_tokens.
+          taken: less than max_new_tokens; with 0 the stream begins after the action only, and
+            sees what the session is then.
         """
         mirror = self.mirrors[session_id]
         total = len(question) + max_new_tokens
@@ -239,7 +240,7 @@ class CheckedEngine:
         seen = copy.deepcopy(mirror)
         table = self.engine.session(session_id).entries
 
-        def start():
+        def begin():
             stream = self.engine.stream(
                 session_id, question, max_new_tokens=max_new_tokens, commit=commit
             )
@@ -248,26 +249,34 @@ class CheckedEngine:
             return stream
 
         stream = self._watch.attempt(
-            "stream", start, refusal=self._turn_refusal(mirror, total, commit), tokens=total,
-            writer=session_id if commit else None,
-            forwards=lambda _: len(question) - skip + taken - 1,
+            "stream", begin, refusal=self._turn_refusal(mirror, total, commit),
+            tokens=total if taken else 0, writer=session_id if commit else None,
+            forwards=lambda _: len(question) - skip + taken - 1 if taken else 0,
         )  # fmt: skip
         if stream is REFUSED:
             self._watch.check("stream")
             return
-        self._watch.suspend(table)
+        if taken:
+            self._watch.suspend(table)
         action()
-        unchanged = self.mirrors.get(session_id) is mirror and mirror.version == seen.version
+        is_open = self.mirrors.get(session_id) is mirror
+        refusal: Refusal = None
+        if finish and not taken:
+            refusal = self._turn_refusal(mirror, total, commit) if is_open else SessionError
+            skip = mirror.skipped(question)
+            seen = copy.deepcopy(mirror)
+        elif finish and commit and not (is_open and mirror.version == seen.version):
+            refusal = SessionError
         answer = self._watch.attempt(
             "rest of the stream" if finish else "abandoned stream",
-            lambda: _exhaust(stream) if finish else stream.close(),
-            refusal=SessionError if commit and finish and not unchanged else None,
-        )
+            lambda: _exhaust(stream) if finish else stream.close(), refusal=refusal,
+            tokens=0 if taken else total, writer=session_id if commit and is_open else None,
+        )  # fmt: skip
         self._watch.resumed()
         if finish and answer is not REFUSED:
             records = self._answers.check_greedy(
                 answer, seen, question, skip=skip, max_new_tokens=max_new_tokens,
-                committed=commit, alone=False,
+                committed=commit,
             )  # fmt: skip
             if commit:
                 self._commit(session_id, records)

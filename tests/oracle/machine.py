@@ -21,6 +21,8 @@ from oracle.equality import Tally
 from oracle.together import RowSpec
 
 MAX_SESSIONS = 4
+ACTIONS = ("append", "fill", "query", "rollback", "update", "advance", "commit")
+"""What may come between two tokens of a stream."""
 
 seeds = st.integers(0, 2**16)
 shares = st.integers(0, 8)  # eighths
@@ -174,14 +176,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.checked.generate(self._tokens(seed, length), max_new_tokens=max_new_tokens)
 
     @rule(
-        session=sessions, other=sessions, seed=seeds, taken=st.integers(1, 2),
-        action=st.sampled_from(["append", "query", "rollback", "update", "advance", "commit"]),
-        commit=st.booleans(), finish=st.booleans(),
+        session=sessions, another=sessions, same=st.booleans(), seed=seeds,
+        taken=st.integers(0, 2), action=st.sampled_from(ACTIONS), commit=st.booleans(),
+        finish=st.sampled_from([True, True, False]),
     )
-    def stream_around(self, session, other, seed, taken, action, commit, finish):
-        """Do something on the same or another session while a stream is suspended."""
+    def stream_around(self, session, another, same, seed, taken, action, commit, finish):
+        """Do something on the same or another session between two tokens of a stream."""
+        other = session if same else another
         actions = {
             "append": lambda: self.append(other, 6, seed + 1),
+            "fill": lambda: self.append_to_the_brim(other, 0, seed + 1),
             "query": lambda: self.query(other, 4, 3, seed + 1, 2, None, 0, False),
             "rollback": lambda: self.rollback(other, 3),
             "update": lambda: self.update(other, 4, 5, seed + 1),
@@ -194,10 +198,13 @@ class EngineMachine(RuleBasedStateMachine):
         )
 
     @precondition(_is_busy)
-    @rule(session=consumes(sessions), seed=seeds, commit=st.booleans(), finish=st.booleans())
-    def stream_past_close(self, session, seed, commit, finish):
+    @rule(
+        session=consumes(sessions), seed=seeds, taken=st.integers(0, 1), commit=st.booleans(),
+        finish=st.booleans(),
+    )
+    def stream_past_close(self, session, seed, taken, commit, finish):
         self.checked.stream_around(
-            session, self._tokens(seed, 3), lambda: self.checked.close(session), taken=1,
+            session, self._tokens(seed, 3), lambda: self.checked.close(session), taken=taken,
             max_new_tokens=3, commit=commit, finish=finish,
         )
         if session in self.checked.mirrors:  # the stream was refused

@@ -1,0 +1,61 @@
+"""Hypothesis state machines over the engine's verbs, each verb compared with the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+from hypothesis import stateful
+from oracle import tiny
+from oracle.equality import Tally
+from oracle.machine import machine_for
+
+SHORT = [
+    tiny.native(tiny.GROUPED), tiny.WINDOWED, tiny.native(tiny.WINDOWED), tiny.ROTATING,
+]
+LONG = [*SHORT, tiny.GROUPED, tiny.native(tiny.ROTATING)]
+EVENTS = (
+    "append refused", "choose", "commit", "pool full", "past two rotation epochs",
+    "query refused", "rest of the stream", "resumed", "rollback refused", "slid",
+    "slid at a commit", "step", "update refused",
+)
+"""What some sequence must have come to, in one setup or another."""
+
+
+def _run(setup: tiny.Setup, **settings) -> Tally:
+    machine = machine_for(setup)
+    stateful.run_state_machine_as_test(
+        machine,
+        settings=hypothesis.settings(
+            deadline=None, database=None, print_blob=True,
+            suppress_health_check=list(hypothesis.HealthCheck), **settings,
+        ),
+    )
+    print(machine.tally.report(setup.name))
+    machine.tally.check_near_ties()
+    return machine.tally
+
+
+@pytest.fixture(scope="module")
+def short_tallies() -> Iterator[list[Tally]]:
+    """Collects what the short runs came to; together they must have left nothing out."""
+    tallies: list[Tally] = []
+    yield tallies
+    if len(tallies) == len(SHORT):
+        total = Tally()
+        for tally in tallies:
+            total.add(tally)
+        missing = [event for event in EVENTS if not total.events[event]]
+        assert not missing, f"no sequence came to: {missing}"
+
+
+@pytest.mark.parametrize("setup", SHORT, ids=lambda setup: setup.name)
+def test_engine_verbs_equal_history(setup: tiny.Setup, short_tallies: list[Tally]):
+    short_tallies.append(_run(setup, max_examples=45, stateful_step_count=30, derandomize=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("setup", LONG, ids=lambda setup: setup.name)
+def test_engine_verbs_equal_history_for_long(setup: tiny.Setup):
+    _run(setup, max_examples=200, stateful_step_count=60)
