@@ -558,15 +558,15 @@ class Engine:
                 f"session {session.session_id} changed while a turn to be committed was running; "
                 "ask again"
             )
+        dropped = session_module.overflow_evictions(  # may refuse: again, as in _stream
+            session, len(ids) + len(answer), self.config.context_len, self.config.evict_quantum
+        )
         tail.forward(answer[-1:], want_last=False)  # the last token drawn was not forwarded yet
         entries = tail.entries()
         self.pages.hold(entries)
         self._forget_paid(session)
         self.pages.drop(session.entries)
         session.entries = entries
-        dropped = session_module.overflow_evictions(
-            session, len(ids) + len(answer), self.config.context_len, self.config.evict_quantum
-        )
         session.token_ids.extend([*ids.tolist(), *answer])
         if dropped:
             self._drop_oldest(session, dropped)

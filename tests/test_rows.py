@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 
 import hypothesis
 import numpy as np
@@ -224,6 +225,29 @@ def test_more_stretches_than_the_table_holds_are_refused():
     rows_module.pack([Group(rows=[_row(1, context[:2])])], ONE_BLOCK, config)
     with pytest.raises(CapacityError, match="reads 3 stretches of 4 cells, the table holds 2"):
         rows_module.pack([Group(rows=[_row(1, context)])], ONE_BLOCK, config)
+
+
+@SETTINGS
+@hypothesis.given(_contexts(), st.integers(1, 8), st.sampled_from([ONE_BLOCK, FOUR_BLOCKS]))
+def test_context_is_refused_ahead_exactly_when_packing_would_refuse(context, capacity, shape):
+    config = dataclasses.replace(CONFIG, table_capacity=capacity)
+    groups = [Group(rows=[_row(shape.num_tokens, context)])]
+    try:
+        rows_module.pack(groups, shape, config)
+    except CapacityError as error:
+        with pytest.raises(CapacityError) as ahead:
+            rows_module.check_context(context, 0, shape, config)
+        assert str(ahead.value) == str(error)
+    else:
+        rows_module.check_context(context, 0, shape, config)
+
+
+def test_pages_that_later_steps_read_count_as_scattered():
+    config = dataclasses.replace(CONFIG, table_capacity=3)
+    context = (Stretch(0, 4, 0, 0),)
+    rows_module.check_context(context, 2, ONE_BLOCK, config)
+    with pytest.raises(CapacityError, match="reads 4 stretches of 4 cells, the table holds 3"):
+        rows_module.check_context(context, 3, ONE_BLOCK, config)
 
 
 def test_empty_step_writes_and_reads_nothing():
