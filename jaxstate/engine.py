@@ -558,7 +558,7 @@ class Engine:
                 f"session {session.session_id} changed while a turn to be committed was running; "
                 "ask again"
             )
-        dropped = session_module.overflow_evictions(  # may refuse: again, as in _stream
+        dropped = session_module.overflow_evictions(  # may refuse: it may have grown since asked
             session, len(ids) + len(answer), self.config.context_len, self.config.evict_quantum
         )
         tail.forward(answer[-1:], want_last=False)  # the last token drawn was not forwarded yet

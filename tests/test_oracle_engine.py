@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 from hypothesis import stateful
 from oracle import tiny
+from oracle.checked import CheckedEngine
 from oracle.equality import Tally
 from oracle.machine import machine_for
 
@@ -53,6 +54,19 @@ def short_tallies() -> Iterator[list[Tally]]:
 @pytest.mark.parametrize("setup", SHORT, ids=lambda setup: setup.name)
 def test_engine_verbs_equal_history(setup: tiny.Setup, short_tallies: list[Tally]):
     short_tallies.append(_run(setup, max_examples=45, stateful_step_count=30, derandomize=True))
+
+
+def test_engine_commit_that_no_longer_fits_leaves_the_session_alone():
+    setup = tiny.WINDOWED
+    checked = CheckedEngine(tiny.engine_on(tiny.compiled(setup), setup), setup)
+    session = checked.create([1, 2, 3], "error")
+    room = setup.sizes.context_len - 3
+    checked.stream_around(
+        session, [4, 5], lambda: checked.append(session, [7] * room), taken=0, max_new_tokens=3,
+        commit=True,
+    )
+    checked.query(session, [6], max_new_tokens=2)
+    checked.close_all()
 
 
 @pytest.mark.long

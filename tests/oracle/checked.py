@@ -32,11 +32,11 @@ from oracle.watch import REFUSED, Watch
 class CheckedEngine:
     """The engine's verbs, each with its comparison; raises Mismatch where they disagree."""
 
-    def __init__(self, engine: Engine, setup: Setup, *, dtype: str = "float32"):
+    def __init__(self, engine: Engine, setup: Setup):
         """Check an engine that has no sessions yet."""
         self.engine = engine
         self.history = History(params_of(setup), setup.model)
-        self.rule = Rule(dtype)
+        self.rule = Rule()
         self.mirrors: dict[str, Mirror] = {}
         self._sizes = setup.sizes
         self._max_positions = setup.model.max_positions
