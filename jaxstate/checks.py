@@ -100,6 +100,8 @@ def request(
         raise InputError(
             f'stop: expected a list of strings, got the string "{stop}"; put it in [ ]'
         )
+    if any(not string for string in stop):
+        raise InputError("stop: expected non-empty strings, got an empty one; leave it out")
     if stop and not has_text:
         raise InputError("stop: needs text, and this engine has no tokenizer; pass eos_ids")
     sampling = sampling or Sampling()

@@ -262,7 +262,7 @@ def plan_growth(
         pages.allocate(
             owner,
             sum(-(-(span.count - span.room) // size) for span in spans),
-            after=grown[-1].page if grown else None,
+            after=grown[-1].page if grown and growing else None,
             growing=growing,
         )
     )
