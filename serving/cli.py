@@ -92,8 +92,8 @@ def demo_market_command(
         str, typer.Option(help="Name, GGUF file or Hugging Face directory.")
     ] = "smollm2-135m",
     plot: Annotated[
-        pathlib.Path | None, typer.Option(help="Draw latency against context into this PNG.")
-    ] = None,
+        pathlib.Path, typer.Option(help="Draw latency against context into this PNG.")
+    ] = pathlib.Path("market.png"),
     as_json: Json = False,
     cache_dir: CacheDir = None,
 ) -> None:

@@ -13,13 +13,26 @@ from oracle.equality import Tally
 from oracle.machine import machine_for
 
 SHORT = [
-    tiny.native(tiny.GROUPED), tiny.WINDOWED, tiny.native(tiny.WINDOWED), tiny.ROTATING,
+    tiny.native(tiny.GROUPED),
+    tiny.WINDOWED,
+    tiny.native(tiny.WINDOWED),
+    tiny.ROTATING,
 ]
 LONG = [*SHORT, tiny.GROUPED, tiny.native(tiny.ROTATING)]
 EVENTS = (
-    "append refused", "choose", "commit", "pool full", "past two rotation epochs",
-    "query refused", "rest of the stream", "resumed", "rollback refused", "slid",
-    "slid at a commit", "step", "update refused",
+    "append refused",
+    "choose",
+    "commit",
+    "pool full",
+    "past two rotation epochs",
+    "query refused",
+    "rest of the stream",
+    "resumed",
+    "rollback refused",
+    "slid",
+    "slid at a commit",
+    "step",
+    "update refused",
 )
 """What some sequence must have come to, in one setup or another."""
 
@@ -29,8 +42,11 @@ def _run(setup: tiny.Setup, **settings) -> Tally:
     stateful.run_state_machine_as_test(
         machine,
         settings=hypothesis.settings(
-            deadline=None, database=None, print_blob=True,
-            suppress_health_check=list(hypothesis.HealthCheck), **settings,
+            deadline=None,
+            database=None,
+            print_blob=True,
+            suppress_health_check=list(hypothesis.HealthCheck),
+            **settings,
         ),
     )
     print(machine.tally.report(setup.name))
@@ -62,7 +78,11 @@ def test_engine_commit_that_no_longer_fits_leaves_the_session_alone():
     session = checked.create([1, 2, 3], "error")
     room = setup.sizes.context_len - 3
     checked.stream_around(
-        session, [4, 5], lambda: checked.append(session, [7] * room), taken=0, max_new_tokens=3,
+        session,
+        [4, 5],
+        lambda: checked.append(session, [7] * room),
+        taken=0,
+        max_new_tokens=3,
         commit=True,
     )
     checked.query(session, [6], max_new_tokens=2)

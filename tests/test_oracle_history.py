@@ -86,8 +86,10 @@ def test_history_of_tree_equals_history_of_its_paths():
     tree = history.extend(context, [5, 3, 5, 8], parents=[-1, 0, 0, 2])
     path = history.extend(context, [5, 5, 8])
     np.testing.assert_allclose(
-        _logits(history, [tree[index] for index in (0, 2, 3)]), _logits(history, path),
-        atol=1e-5, rtol=0,
+        _logits(history, [tree[index] for index in (0, 2, 3)]),
+        _logits(history, path),
+        atol=1e-5,
+        rtol=0,
     )
 
 

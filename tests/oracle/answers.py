@@ -23,8 +23,15 @@ class Answers:
         self._rule = rule
 
     def check_greedy(
-        self, answer: Answer, mirror: Mirror, question: Sequence[int], *, skip: int,
-        max_new_tokens: int, eos_ids: Sequence[int] = (), top_logprobs: int | None = None,
+        self,
+        answer: Answer,
+        mirror: Mirror,
+        question: Sequence[int],
+        *,
+        skip: int,
+        max_new_tokens: int,
+        eos_ids: Sequence[int] = (),
+        top_logprobs: int | None = None,
         committed: bool = False,
     ) -> Context:
         """Compare a greedy answer token by token; returns the records of question and answer.
@@ -73,8 +80,14 @@ class Answers:
         return records
 
     def check_choice(
-        self, answer: Answer, mirror: Mirror, question: Sequence[int],
-        choices: Sequence[Sequence[int]], *, skip: int, num_rows: int,
+        self,
+        answer: Answer,
+        mirror: Mirror,
+        question: Sequence[int],
+        choices: Sequence[Sequence[int]],
+        *,
+        skip: int,
+        num_rows: int,
     ) -> None:
         """Compare every choice's probability.
 
@@ -99,8 +112,14 @@ class Answers:
         )
 
     def check_paid(
-        self, paid: PaidTail, mirror: Mirror, entry: Sequence[int], *, max_new_tokens: int,
-        min_gap: float, eos_ids: Sequence[int],
+        self,
+        paid: PaidTail,
+        mirror: Mirror,
+        entry: Sequence[int],
+        *,
+        max_new_tokens: int,
+        min_gap: float,
+        eos_ids: Sequence[int],
     ) -> None:
         """Compare a paid tail: the entry, what was decoded behind it, and why it ends there."""
         token_ids = list(paid.token_ids)

@@ -147,7 +147,9 @@ class Rule:
         self.tally.distributions += 1
         ids = np.asarray(list(got), np.int64)
         self.close(
-            list(got.values()), log_softmax(want)[ids], 2 * self.tolerance(want),
+            list(got.values()),
+            log_softmax(want)[ids],
+            2 * self.tolerance(want),
             f"{what}: logprobs of tokens {ids.tolist()}",
         )
 

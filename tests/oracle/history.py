@@ -66,7 +66,11 @@ class History:
         self._logits = _Rows((0, config.vocab_size))
 
     def extend(
-        self, context: Context, token_ids: Sequence[int], *, position: int | None = None,
+        self,
+        context: Context,
+        token_ids: Sequence[int],
+        *,
+        position: int | None = None,
         parents: Sequence[int] | None = None,
     ) -> Context:
         """Compute tokens behind a context; returns the new records' ids.
@@ -160,9 +164,7 @@ class History:
         config, eps = self.config, self.config.rms_norm_eps
         x = self._embed[np.asarray(token_ids, np.int64)]
         all_keys, all_values = [], []
-        for layer_idx, (layer, weights) in enumerate(
-            zip(config.layers, self._layers, strict=True)
-        ):
+        for layer_idx, (layer, weights) in enumerate(zip(config.layers, self._layers, strict=True)):
             normed = _rms_norm(x, weights["attn_norm"], eps)
             q, k, v = (_product(normed, weights[name]) for name in ("wq", "wk", "wv"))
             all_keys.append(k)

@@ -57,8 +57,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     @precondition(_has_room)
     @rule(
-        target=sessions, length=st.sampled_from([0, 0, 1, 3, 4, 7, 9, 1000]),
-        when_full=st.sampled_from(["slide", "slide", "error"]), seed=seeds,
+        target=sessions,
+        length=st.sampled_from([0, 0, 1, 3, 4, 7, 9, 1000]),
+        when_full=st.sampled_from(["slide", "slide", "error"]),
+        seed=seeds,
     )
     def create(self, length, when_full, seed):
         """Create with a frozen prefix that fits, or with one that is just too long."""
@@ -122,14 +124,22 @@ class EngineMachine(RuleBasedStateMachine):
     # Asking
 
     @rule(
-        session=sessions, reused=shares, length=st.integers(0, 9), seed=seeds,
-        max_new_tokens=st.integers(1, 4), top=st.sampled_from([None, 0, 5, 20]),
-        ends=st.sampled_from([0, 0, 6]), commit=st.sampled_from([False, False, True]),
+        session=sessions,
+        reused=shares,
+        length=st.integers(0, 9),
+        seed=seeds,
+        max_new_tokens=st.integers(1, 4),
+        top=st.sampled_from([None, 0, 5, 20]),
+        ends=st.sampled_from([0, 0, 6]),
+        commit=st.sampled_from([False, False, True]),
     )
     def query(self, session, reused, length, seed, max_new_tokens, top, ends, commit):
         self.checked.query(
-            session, self._question(session, reused, length, seed),
-            max_new_tokens=max_new_tokens, top_logprobs=top, commit=commit,
+            session,
+            self._question(session, reused, length, seed),
+            max_new_tokens=max_new_tokens,
+            top_logprobs=top,
+            commit=commit,
             eos_ids=self._tokens(seed + 1, ends),
         )
 
@@ -141,22 +151,32 @@ class EngineMachine(RuleBasedStateMachine):
         self.checked.query(session, self._tokens(seed, length), max_new_tokens=max_new_tokens)
 
     @rule(
-        session=sessions, reused=shares, length=st.integers(0, 6), seed=seeds,
-        max_new_tokens=st.integers(0, 3), min_gap=st.sampled_from([0.0, 0.0, 0.5]),
+        session=sessions,
+        reused=shares,
+        length=st.integers(0, 6),
+        seed=seeds,
+        max_new_tokens=st.integers(0, 3),
+        min_gap=st.sampled_from([0.0, 0.0, 0.5]),
         ends=st.sampled_from([0, 4]),
     )
     def advance_and_query(self, session, reused, length, seed, max_new_tokens, min_gap, ends):
         """Advance, then ask what was paid for, a part of it, and more than it."""
         entry = self._question(session, reused, length, seed)
         self.checked.advance(
-            session, entry, max_new_tokens=max_new_tokens, min_gap=min_gap,
+            session,
+            entry,
+            max_new_tokens=max_new_tokens,
+            min_gap=min_gap,
             eos_ids=self._tokens(seed + 1, ends),
         )
         for question in (entry, entry[:-1] or entry, entry + self._tokens(seed + 2, 3)):
             self.checked.query(session, question, max_new_tokens=2, top_logprobs=3)
 
     @rule(
-        session=sessions, reused=shares, length=st.integers(0, 14), seed=seeds,
+        session=sessions,
+        reused=shares,
+        length=st.integers(0, 14),
+        seed=seeds,
         lengths=st.lists(st.integers(1, 4), min_size=1, max_size=6),
         shared=st.lists(st.integers(0, 3), min_size=6, max_size=6),
     )
@@ -176,8 +196,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.checked.generate(self._tokens(seed, length), max_new_tokens=max_new_tokens)
 
     @rule(
-        session=sessions, another=sessions, same=st.booleans(), seed=seeds,
-        taken=st.integers(0, 2), action=st.sampled_from(ACTIONS), commit=st.booleans(),
+        session=sessions,
+        another=sessions,
+        same=st.booleans(),
+        seed=seeds,
+        taken=st.integers(0, 2),
+        action=st.sampled_from(ACTIONS),
+        commit=st.booleans(),
         finish=st.sampled_from([True, True, False]),
     )
     def stream_around(self, session, another, same, seed, taken, action, commit, finish):
@@ -193,19 +218,32 @@ class EngineMachine(RuleBasedStateMachine):
             "commit": lambda: self.query(other, 4, 3, seed + 1, 2, None, 0, True),
         }
         self.checked.stream_around(
-            session, self._question(session, seed % 9, 4, seed), actions[action], taken=taken,
-            max_new_tokens=3, commit=commit, finish=finish,
+            session,
+            self._question(session, seed % 9, 4, seed),
+            actions[action],
+            taken=taken,
+            max_new_tokens=3,
+            commit=commit,
+            finish=finish,
         )
 
     @precondition(_is_busy)
     @rule(
-        session=consumes(sessions), seed=seeds, taken=st.integers(0, 1), commit=st.booleans(),
+        session=consumes(sessions),
+        seed=seeds,
+        taken=st.integers(0, 1),
+        commit=st.booleans(),
         finish=st.booleans(),
     )
     def stream_past_close(self, session, seed, taken, commit, finish):
         self.checked.stream_around(
-            session, self._tokens(seed, 3), lambda: self.checked.close(session), taken=taken,
-            max_new_tokens=3, commit=commit, finish=finish,
+            session,
+            self._tokens(seed, 3),
+            lambda: self.checked.close(session),
+            taken=taken,
+            max_new_tokens=3,
+            commit=commit,
+            finish=finish,
         )
         if session in self.checked.mirrors:  # the stream was refused
             self.checked.close(session)
@@ -217,7 +255,9 @@ class EngineMachine(RuleBasedStateMachine):
         kinds=st.lists(
             st.sampled_from(["behind", "behind", "inside", "tree"]), min_size=4, max_size=4
         ),
-        seed=seeds, one_group=st.booleans(), write=st.booleans(),
+        seed=seeds,
+        one_group=st.booleans(),
+        write=st.booleans(),
     )
     def step_together(self, chosen, kinds, seed, one_group, write):
         specs = []
@@ -230,8 +270,10 @@ class EngineMachine(RuleBasedStateMachine):
                 parents = [-1, 0, 0, 1][:length]
             specs.append(
                 RowSpec(
-                    session_id=session, token_ids=self._tokens(seed + index, length),
-                    position=position, parents=parents,
+                    session_id=session,
+                    token_ids=self._tokens(seed + index, length),
+                    position=position,
+                    parents=parents,
                 )
             )
         self.checked.step_together(specs, one_group=one_group, write=write)

@@ -37,9 +37,17 @@ class Setup:
 
 def _model(**changes) -> ModelConfig:
     sizes = dict(
-        family="llama", vocab_size=37, hidden_size=32, mlp_width=40, num_heads=6, num_kv_heads=2,
-        head_dim=16, rms_norm_eps=1e-5, max_positions=96,
-        layers=(LayerConfig(rope=NEAR), LayerConfig(rope=FAR)), tied_embeddings=True,
+        family="llama",
+        vocab_size=37,
+        hidden_size=32,
+        mlp_width=40,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        max_positions=96,
+        layers=(LayerConfig(rope=NEAR), LayerConfig(rope=FAR)),
+        tied_embeddings=True,
     )
     return ModelConfig(**(sizes | changes))
 
@@ -48,8 +56,14 @@ GROUPED = Setup(
     name="grouped",
     model=_model(),
     sizes=EngineConfig(
-        num_pages=48, page_size=8, context_len=56, evict_quantum=16, table_capacity=64,
-        step_shapes=(ONE, FOUR, SIXTEEN), stretch_cells=(32, 8), implementation="xla",
+        num_pages=48,
+        page_size=8,
+        context_len=56,
+        evict_quantum=16,
+        table_capacity=64,
+        step_shapes=(ONE, FOUR, SIXTEEN),
+        stretch_cells=(32, 8),
+        implementation="xla",
     ),
 )
 """Query heads in groups of three; steps of one block; evictions in whole pages."""
@@ -57,15 +71,25 @@ GROUPED = Setup(
 WINDOWED = Setup(
     name="windowed",
     model=_model(
-        num_heads=4, num_kv_heads=4, max_positions=64, tied_embeddings=False,
+        num_heads=4,
+        num_kv_heads=4,
+        max_positions=64,
+        tied_embeddings=False,
         layers=(
-            LayerConfig(rope=NEAR, window=5), LayerConfig(rope=FAR),
+            LayerConfig(rope=NEAR, window=5),
+            LayerConfig(rope=FAR),
             LayerConfig(rope=NEAR, window=14),
         ),
     ),
     sizes=EngineConfig(
-        num_pages=96, page_size=4, context_len=40, evict_quantum=6, table_capacity=256,
-        step_shapes=(ONE, FOUR, SIXTEEN_IN_BLOCKS), stretch_cells=(16, 4), implementation="xla",
+        num_pages=96,
+        page_size=4,
+        context_len=40,
+        evict_quantum=6,
+        table_capacity=256,
+        step_shapes=(ONE, FOUR, SIXTEEN_IN_BLOCKS),
+        stretch_cells=(16, 4),
+        implementation="xla",
     ),
 )
 """Windows on two of three layers; steps of several blocks; evictions inside pages."""
@@ -73,12 +97,20 @@ WINDOWED = Setup(
 ROTATING = Setup(
     name="rotating",
     model=_model(
-        num_heads=4, num_kv_heads=1, max_positions=24,
+        num_heads=4,
+        num_kv_heads=1,
+        max_positions=24,
         layers=(LayerConfig(rope=FAR), LayerConfig(rope=NEAR, window=7)),
     ),
     sizes=EngineConfig(
-        num_pages=16, page_size=4, context_len=17, evict_quantum=3, table_capacity=256,
-        step_shapes=(ONE, FOUR, SIXTEEN_IN_BLOCKS), stretch_cells=(8, 4), implementation="xla",
+        num_pages=16,
+        page_size=4,
+        context_len=17,
+        evict_quantum=3,
+        table_capacity=256,
+        step_shapes=(ONE, FOUR, SIXTEEN_IN_BLOCKS),
+        stretch_cells=(8, 4),
+        implementation="xla",
     ),
 )
 """Few positions, so that a sliding session passes many rotation epochs; a pool that runs full."""

@@ -54,9 +54,7 @@ class RowOutput:
 class Together:
     """Rows that run in one step and, where they are kept, one token more in a second one."""
 
-    def __init__(
-        self, engine: Engine, specs: Sequence[RowSpec], *, one_group: bool, write: bool
-    ):
+    def __init__(self, engine: Engine, specs: Sequence[RowSpec], *, one_group: bool, write: bool):
         """Prepare rows; at most as many as a step has outputs, and few enough tokens.
 
         Args:
@@ -151,8 +149,10 @@ class Together:
         summary = result.summary
         outputs = {
             index: RowOutput(
-                logits=np.asarray(result.row_logits(at)), top_id=int(summary.top_ids[at, 0]),
-                lse=float(summary.lse[at]), entropy=float(summary.entropy[at]),
+                logits=np.asarray(result.row_logits(at)),
+                top_id=int(summary.top_ids[at, 0]),
+                lse=float(summary.lse[at]),
+                entropy=float(summary.entropy[at]),
             )
             for at, index in enumerate(order)
         }
@@ -174,8 +174,11 @@ def _row(spec: RowSpec, length: int, cells: np.ndarray, shifts: np.ndarray) -> R
     begin = length if spec.position is None else spec.position
     return RowInput(
         token_ids=np.asarray(spec.token_ids, np.int32),
-        positions=(begin + depths).astype(np.int32), cells=cells, shifts=shifts,
-        wanted=[len(depths) - 1], parents=spec.parents,
+        positions=(begin + depths).astype(np.int32),
+        cells=cells,
+        shifts=shifts,
+        wanted=[len(depths) - 1],
+        parents=spec.parents,
     )
 
 
@@ -188,6 +191,8 @@ def _compare(output: RowOutput, want: np.ndarray, rule: Rule, what: str) -> None
     # d entropy / d logit is p (log p + entropy): at most the spread of the logprobs in all.
     spread = float(np.abs(logprobs).max())
     rule.close(
-        output.entropy, -(np.exp(logprobs) * logprobs).sum(), 2 * allowed * (1 + spread),
+        output.entropy,
+        -(np.exp(logprobs) * logprobs).sum(),
+        2 * allowed * (1 + spread),
         f"{what}: entropy",
     )

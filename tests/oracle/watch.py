@@ -22,9 +22,7 @@ REFUSED = object()
 class Watch:
     """Runs verbs of an engine and looks at its whole state before and after."""
 
-    def __init__(
-        self, engine: Engine, history: History, rule: Rule, mirrors: Mapping[str, Mirror]
-    ):
+    def __init__(self, engine: Engine, history: History, rule: Rule, mirrors: Mapping[str, Mirror]):
         """Watch an engine whose sessions should be `mirrors`, which the caller keeps current."""
         self._engine = engine
         self._history = history
@@ -38,8 +36,14 @@ class Watch:
     # Around a verb
 
     def attempt(
-        self, what: str, call: Callable[[], Any], *, refusal: Refusal = None, tokens: int = 0,
-        writer: str | None = None, forwards: Callable[[Any], int] | None = None,
+        self,
+        what: str,
+        call: Callable[[], Any],
+        *,
+        refusal: Refusal = None,
+        tokens: int = 0,
+        writer: str | None = None,
+        forwards: Callable[[Any], int] | None = None,
     ) -> Any:
         """Run a verb; REFUSED if it raised what it should, or the pool was really too full.
 
@@ -280,9 +284,16 @@ class Watch:
         """Copy what the host knows of all sessions."""
         return [
             (
-                name, session.owner, session.when_full, session.frozen_len,
-                tuple(session.token_ids), session.entries, session.evicted, session.stream_floor,
-                session.version, [(paid.token_ids, paid.entries) for paid in session.paid],
+                name,
+                session.owner,
+                session.when_full,
+                session.frozen_len,
+                tuple(session.token_ids),
+                session.entries,
+                session.evicted,
+                session.stream_floor,
+                session.version,
+                [(paid.token_ids, paid.entries) for paid in session.paid],
             )
             for name in self._engine.session_ids
             for session in [self._engine.session(name)]
