@@ -14,6 +14,8 @@ from jaxstate.kernels_pallas import attention_cpu, attention_xla
 from jaxstate.kernels_pallas.rope import Angles
 from jaxstate.kernels_pallas.work import WorkList
 
+logger = logging.getLogger(__name__)
+
 Implementation = Literal["auto", "xla", "cpu"]
 
 
@@ -25,7 +27,7 @@ def choose(implementation: Implementation, head_dim: int, dtype, cache_dir: path
     Raises:
       ValueError: unknown name.
       NotImplementedError: the named implementation cannot run here; says why.
-      RuntimeError: building the kernel failed.
+      RuntimeError: building the named kernel failed; "auto" warns and takes "xla".
     """
     if implementation not in ("auto", "xla", "cpu"):
         raise ValueError(f'implementation: expected "auto", "xla" or "cpu", got "{implementation}"')
@@ -33,7 +35,13 @@ def choose(implementation: Implementation, head_dim: int, dtype, cache_dir: path
         return "xla"
     reason = attention_cpu.unsupported(head_dim, dtype)
     if reason is None:
-        attention_cpu.build(cache_dir)
+        try:
+            attention_cpu.build(cache_dir)
+        except RuntimeError as error:
+            if implementation == "cpu":
+                raise
+            logger.warning('%s; "auto" takes plain XLA, which is slower', error)
+            return "xla"
         _log_choice("cpu", "")
         return "cpu"
     if implementation == "cpu":
@@ -108,5 +116,4 @@ def attend(
 @functools.cache
 def _log_choice(chosen: str, reason: str) -> None:
     """Say once what "auto" took, and why not the faster one."""
-    logger = logging.getLogger(__name__)
     logger.info("attention: %s%s", chosen, f" (the CPU kernel: {reason})" if reason else "")
