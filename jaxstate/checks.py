@@ -81,13 +81,13 @@ def count(given: int, what: str, *, least: int) -> None:
 def request(
     ids: np.ndarray,
     model: ModelConfig,
-    *,
     max_new_tokens: int,
-    sampling: Sampling | None,
-    eos_ids: Sequence[int],
-    stop: Sequence[str],
-    top_logprobs: int | None,
+    *,
     has_text: bool,
+    sampling: Sampling | None = None,
+    eos_ids: Sequence[int] = (),
+    stop: Sequence[str] = (),
+    top_logprobs: int | None = None,
 ) -> Request:
     """Assemble a query's settings.
 

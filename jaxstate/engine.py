@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Generator, Iterator, Sequence
+from typing import Unpack
 
 import numpy as np
 
@@ -17,12 +18,11 @@ from jaxstate.choices import ChoiceTree
 from jaxstate.config import EngineConfig
 from jaxstate.errors import CapacityError, InputError, SessionError
 from jaxstate.executor import Executor, Progress
-from jaxstate.generation import Request
+from jaxstate.generation import Request, RequestOptions
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.params import Params
 from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.pages import Pages
-from jaxstate.sampling import Sampling
 from jaxstate.session import PaidTail, Session, WhenFull
 from jaxstate.tail import NextToken, Tail
 
@@ -278,11 +278,8 @@ class Engine:
         question: Sequence[int],
         *,
         max_new_tokens: int,
-        sampling: Sampling | None = None,
-        eos_ids: Sequence[int] = (),
-        stop: Sequence[str] = (),
-        top_logprobs: int | None = None,
         commit: bool = False,
+        **options: Unpack[RequestOptions],
     ) -> Generator[Token, None, Answer]:
         """Ask, and yield tokens as they are drawn; the generator returns the Answer.
 
@@ -291,7 +288,8 @@ class Engine:
 
         Args:
           question: token ids, at least one.
-          stop: needs the engine to have a tokenizer.
+          options: sampling, eos_ids, stop, top_logprobs; see `generation.Request`. Stop strings
+            need the engine to have a tokenizer.
         Raises:
           InputError: an empty question, ids out of range, contradictory settings.
           CapacityError: question and answer exceed the model's positions or the free pages.
@@ -299,17 +297,7 @@ class Engine:
         """
         session = self.session(session_id)
         ids = checks.token_ids(question, self.model, "question")
-        request = checks.request(
-            ids,
-            self.model,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            eos_ids=eos_ids,
-            stop=stop,
-            top_logprobs=top_logprobs,
-            has_text=self._tokenizer is not None,
-        )
-        checks.positions(self.model, session.context_len, len(ids), max_new_tokens)
+        request = self._request(ids, session.context_len, max_new_tokens, **options)
         if commit:  # refuse now what could not be kept later
             session_module.overflow_evictions(
                 session,
@@ -319,9 +307,21 @@ class Engine:
             )
         return self._stream(session, ids, request, commit)
 
-    def query(self, session_id: str, question: Sequence[int], **options) -> Answer:
+    def query(
+        self,
+        session_id: str,
+        question: Sequence[int],
+        *,
+        max_new_tokens: int,
+        commit: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Answer:
         """Ask and return the whole answer; see `stream` for arguments and errors."""
-        return _finish(self.stream(session_id, question, **options))
+        return _finish(
+            self.stream(
+                session_id, question, max_new_tokens=max_new_tokens, commit=commit, **options
+            )
+        )
 
     def choose(
         self, session_id: str, question: Sequence[int], choices: Sequence[Sequence[int]]
@@ -365,33 +365,18 @@ class Engine:
             choice_logprobs=tuple(scores),
         )
 
-    def generate(self, prompt: Sequence[int], *, max_new_tokens: int, **options) -> Answer:
+    def generate(
+        self, prompt: Sequence[int], *, max_new_tokens: int, **options: Unpack[RequestOptions]
+    ) -> Answer:
         """Answer a prompt without a session; options as for query."""
         return _finish(self.stream_generate(prompt, max_new_tokens=max_new_tokens, **options))
 
     def stream_generate(
-        self,
-        prompt: Sequence[int],
-        *,
-        max_new_tokens: int,
-        sampling: Sampling | None = None,
-        eos_ids: Sequence[int] = (),
-        stop: Sequence[str] = (),
-        top_logprobs: int | None = None,
+        self, prompt: Sequence[int], *, max_new_tokens: int, **options: Unpack[RequestOptions]
     ) -> Generator[Token, None, Answer]:
         """Like `stream`, without a session."""
         ids = checks.token_ids(prompt, self.model, "prompt")
-        request = checks.request(
-            ids,
-            self.model,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            eos_ids=eos_ids,
-            stop=stop,
-            top_logprobs=top_logprobs,
-            has_text=self._tokenizer is not None,
-        )
-        checks.positions(self.model, 0, len(ids), max_new_tokens)
+        request = self._request(ids, 0, max_new_tokens, **options)
         nobody = Session(session_id="", owner=next(self._owners), when_full="error")
         return self._stream(nobody, ids, request, commit=False)
 
@@ -518,6 +503,19 @@ class Engine:
         result = tail.forward(ids[skip:], want_last=True)
         assert result is not None
         return NextToken.of(result, 0)
+
+    def _request(
+        self,
+        ids: np.ndarray,
+        context_len: int,
+        max_new_tokens: int,
+        **options: Unpack[RequestOptions],
+    ) -> Request:
+        request = checks.request(
+            ids, self.model, max_new_tokens, has_text=self._tokenizer is not None, **options
+        )
+        checks.positions(self.model, context_len, len(ids), max_new_tokens)
+        return request
 
     def _stream(
         self, session: Session, ids: np.ndarray, request: Request, commit: bool

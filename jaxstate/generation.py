@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Generator, Sequence
+from typing import TypedDict
 
 import numpy as np
 
@@ -44,6 +45,15 @@ class Request:
             raise InputError(
                 f"top_logprobs: expected 0 to {MAX_TOP_LOGPROBS}, got {self.top_logprobs}"
             )
+
+
+class RequestOptions(TypedDict, total=False):
+    """What of a Request a verb takes by name; absent or None for sampling = the default."""
+
+    sampling: Sampling | None
+    eos_ids: Sequence[int]
+    stop: Sequence[str]
+    top_logprobs: int | None
 
 
 def stream_tokens(

@@ -8,7 +8,8 @@
 // Query rows are vector lanes. A block of 64 cells is scored as S^T[cell][row] = sum over d of
 // k[cell][d] (broadcast) * q^T[d][row], so neither keys nor values are ever transposed, the
 // softmax needs no horizontal sums, and P^T is already in place for O^T[d][row] += v[cell][d] *
-// P^T[cell][row]. With four rows or fewer lanes would idle, so there the lanes run along d.
+// P^T[cell][row]. Rows that would leave most lanes of a vector idle, four at most, are taken with
+// lanes along d instead, beside the others, while the block is in cache.
 //
 // Online softmax as in FlashAttention-2 (arXiv:2307.08691), the split over the context with a
 // merge at the end as in Flash-Decoding.
@@ -69,12 +70,36 @@ inline Vec Exp(Vec x) {
   return x > -87.0f ? result : Vec{};
 }
 
-inline float Sum(Vec v) {
-  float parts[kLanes];
-  Store(parts, v);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) parts[i] += parts[i + width];
-  return parts[0];
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
+#endif
+
+// Fold two vectors, or pairs of them, into one: half as many lanes hold the sums of each.
+inline Vec FoldLanes(Vec a, Vec b) {
+  return SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+         SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+}
+inline Vec FoldPairs(Vec a, Vec b) {
+  return SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+         SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+inline Vec FoldHalves(Vec a, Vec b) {
+  return SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+         SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+inline Vec FoldQuarters(Vec a, Vec b) {
+  return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+         SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+
+// The sum of each of sixteen vectors: lane 4 * i + j is that of v[i][j].
+inline Vec SumEach(const Vec (&v)[4][4]) {
+  Vec four[4];
+  for (int i = 0; i < 4; ++i)
+    four[i] = FoldPairs(FoldLanes(v[i][0], v[i][1]), FoldLanes(v[i][2], v[i][3]));
+  return FoldQuarters(FoldHalves(four[0], four[1]), FoldHalves(four[2], four[3]));
 }
 
 // Columns of a work item, as in work.py.
@@ -92,14 +117,18 @@ struct Problem {
   float* out;
 };
 
-// Unnormalized attention of up to kMaxVectors * kLanes rows of one head.
+// Unnormalized attention of the rows of one task: of a part by lane [d][row], of few rows [row][d].
 struct State {
   alignas(64) float peak[kMaxVectors * kLanes];
   alignas(64) float total[kMaxVectors * kLanes];
-  alignas(64) float mixed[kMaxDim * kMaxVectors * kLanes];  // [d][row], or [row][d] for few rows
+  alignas(64) float mixed[kMaxDim * kMaxVectors * kLanes];
 };
 
-struct Rows {  // the query rows of one task
+struct Sums {  // the share of one part of a task's rows in its State
+  float *peak, *total, *mixed;
+};
+
+struct Rows {  // query rows that are visited together
   int64_t head, first, count;  // first row = token * shared + head within the group
   alignas(64) int32_t position[kMaxVectors * kLanes];
   alignas(64) int32_t row[kMaxVectors * kLanes];
@@ -210,12 +239,11 @@ bool Sees(const Problem& p, const Rows& rows, int lane, const Cells& cells, int 
          (p.window == 0 || distance < p.window);
 }
 
-// Fetch rows into the second-level cache: broadcasts of single floats do not wake the hardware's
-// own prefetch, and the first level has no room to spare.
-inline void Prefetch(const float* row, int count, int64_t stride, int64_t dim) {
-  for (int i = 0; i < count; ++i)
-    for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(row + i * stride + d, 0, 2);
-}
+// The next block is fetched into the second-level cache while this one is worked on, keys during
+// the scores and values during the mixture: broadcasts of single floats do not wake the hardware's
+// own prefetch, and the first level has no room to spare. A wrong guess costs nothing.
+constexpr int kLine = 16;  // floats per cache line
+inline void Fetch(const float* at) { __builtin_prefetch(at, 0, 2); }
 
 // Sums that a register tile holds: cells, then dims, times NV vectors, of the 32 registers.
 template <int NV>
@@ -224,14 +252,16 @@ constexpr int kRegisterTile = NV == 1 ? 16 : NV == 2 ? 12 : NV == 3 ? 8 : NV == 
 // Dims d ... d + N - 1 of the mixture: kept sums, plus weights [cell][lane] times values.
 template <int NV, int N>
 inline void MixLanes(const Cells& cells, const float* weights, const Vec* kept, int64_t d,
-                     State& state) {
+                     const Sums& state) {
   constexpr int kWidth = NV * kLanes;
+  const int64_t line = (d + kLine - 1) / kLine * kLine;  // the one that begins in this tile
   Vec sum[N][NV];
   float* mixed = state.mixed + d * kWidth;
   for (int i = 0; i < N; ++i)
     for (int j = 0; j < NV; ++j) sum[i][j] = Load(mixed + i * kWidth + j * kLanes) * kept[j];
   for (int c = 0; c < cells.count; ++c) {
     const float* value = cells.v + c * cells.stride + d;
+    if (line < d + N) Fetch(value + cells.count * cells.stride + (line - d));
     Vec weight[NV];
     for (int j = 0; j < NV; ++j) weight[j] = Load(weights + c * kWidth + j * kLanes);
 #pragma GCC unroll 16
@@ -247,7 +277,7 @@ inline void MixLanes(const Cells& cells, const float* weights, const Vec* kept, 
 // One block of cells against NV vectors of rows.
 template <int NV>
 void VisitLanes(const Problem& p, const Rows& rows, const Cells& cells, const float* q,
-                State& state) {
+                const Sums& state) {
   constexpr int kTile = kRegisterTile<NV>;
   constexpr int kWidth = NV * kLanes;
   const int64_t dim = p.head_dim;
@@ -257,10 +287,9 @@ void VisitLanes(const Problem& p, const Rows& rows, const Cells& cells, const fl
     const float* keys[kTile];
     for (int i = 0; i < kTile; ++i)
       keys[i] = cells.k + std::min(c + i, cells.count - 1) * cells.stride;
-    // The next block, most likely; a wrong guess costs nothing.
-    const int64_t next = (cells.count + c) * cells.stride;
-    Prefetch(cells.k + next, kTile, cells.stride, dim);
-    Prefetch(cells.v + next, kTile, cells.stride, dim);
+    for (int i = 0; i < kTile; ++i)
+      for (int64_t d = 0; d < dim; d += kLine)
+        Fetch(cells.k + (cells.count + c + i) * cells.stride + d);
     for (int64_t d = 0; d < dim; ++d) {
       Vec column[NV];
       for (int j = 0; j < NV; ++j) column[j] = Load(q + d * kWidth + j * kLanes);
@@ -300,44 +329,55 @@ void VisitLanes(const Problem& p, const Rows& rows, const Cells& cells, const fl
 // One block of cells against R <= kFewRows rows, lanes along d.
 template <int R>
 void VisitFew(const Problem& p, const Rows& rows, const Cells& cells, const float* q,
-              State& state) {
+              const Sums& state) {
+  constexpr int kCellsAtOnce = kLanes / kFewRows;
   const int64_t dim = p.head_dim;
-  alignas(64) float scores[R][kFewCells];
-  for (int c = 0; c < kFewCells; ++c)
-    for (int r = 0; r < R; ++r)
-      if (c >= cells.count) scores[r][c] = kMinusInf;
-  for (int c = 0; c < cells.count; ++c) {
-    const float* key = cells.k + c * cells.stride;
-    Vec sum[R] = {};
+  alignas(64) float scores[kFewCells * kFewRows];  // [cell][row]
+  for (int c = 0; c < cells.count; c += kCellsAtOnce) {
+    Vec sum[kCellsAtOnce][kFewRows] = {};
+    const float* keys[kCellsAtOnce];
+    for (int i = 0; i < kCellsAtOnce; ++i)
+      keys[i] = cells.k + std::min(c + i, cells.count - 1) * cells.stride;
     for (int64_t d = 0; d < dim; d += kLanes) {
-      const Vec part = Load(key + d);
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sum[r] += Load(q + r * dim + d) * part;
+      for (int i = 0; i < kCellsAtOnce; ++i) {
+        const Vec part = Load(keys[i] + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) sum[i][r] += Load(q + r * dim + d) * part;
+      }
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) scores[r][c] = Sum(sum[r]);
+    Store(scores + c * kFewRows, SumEach(sum));
   }
   if (!cells.all_visible) {
     for (int c = 0; c < cells.count; ++c)
       for (int r = 0; r < R; ++r)
-        if (!Sees(p, rows, r, cells, c)) scores[r][c] = kMinusInf;
+        if (!Sees(p, rows, r, cells, c)) scores[c * kFewRows + r] = kMinusInf;
   }
+  const int padded = (cells.count + kCellsAtOnce - 1) / kCellsAtOnce * kCellsAtOnce;
+  std::fill(scores + cells.count * kFewRows, scores + padded * kFewRows, kMinusInf);
+  Vec highest = Load(scores);
+  for (int c = kCellsAtOnce; c < padded; c += kCellsAtOnce)
+    highest = Max(highest, Load(scores + c * kFewRows));
   float kept[R];
+  Vec floors = {};
   for (int r = 0; r < R; ++r) {
-    Vec highest = Load(scores[r]);
-    for (int c = kLanes; c < kFewCells; c += kLanes) highest = Max(highest, Load(scores[r] + c));
     float peak = state.peak[r];
-    for (int i = 0; i < kLanes; ++i) peak = std::max(peak, highest[i]);
+    for (int i = r; i < kLanes; i += kFewRows) peak = std::max(peak, highest[i]);
     const float floor = peak > kMinusInf ? peak : 0.0f;
+    for (int i = r; i < kLanes; i += kFewRows) floors[i] = floor;
     kept[r] = state.peak[r] > kMinusInf ? std::exp(state.peak[r] - floor) : 0.0f;
-    Vec total = {};
-    for (int c = 0; c < kFewCells; c += kLanes) {
-      const Vec weight = Exp(Load(scores[r] + c) - floor);
-      Store(scores[r] + c, weight);
-      total += weight;
-    }
     state.peak[r] = peak;
-    state.total[r] = state.total[r] * kept[r] + Sum(total);
+  }
+  Vec totals = {};
+  for (int c = 0; c < padded; c += kCellsAtOnce) {
+    const Vec weight = Exp(Load(scores + c * kFewRows) - floors);
+    Store(scores + c * kFewRows, weight);
+    totals += weight;
+  }
+  for (int r = 0; r < R; ++r) {
+    float total = 0.0f;
+    for (int i = r; i < kLanes; i += kFewRows) total += totals[i];
+    state.total[r] = state.total[r] * kept[r] + total;
   }
   constexpr int kWide = 4;  // vectors of d at a time
   for (int64_t d = 0; d < dim; d += kWide * kLanes) {
@@ -353,14 +393,15 @@ void VisitFew(const Problem& p, const Rows& rows, const Cells& cells, const floa
         for (int j = 0; j < kWide; ++j) {
           const Vec part = Load(value + j * kLanes);
 #pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) sum[r][j] += part * scores[r][c];
+          for (int r = 0; r < R; ++r) sum[r][j] += part * scores[c * kFewRows + r];
         }
       }
     } else {
       for (int c = 0; c < cells.count; ++c)
         for (int j = 0; j < wide; ++j)
           for (int r = 0; r < R; ++r)
-            sum[r][j] += Load(cells.v + c * cells.stride + d + j * kLanes) * scores[r][c];
+            sum[r][j] +=
+                Load(cells.v + c * cells.stride + d + j * kLanes) * scores[c * kFewRows + r];
     }
     for (int r = 0; r < R; ++r)
       for (int j = 0; j < wide; ++j)
@@ -368,7 +409,7 @@ void VisitFew(const Problem& p, const Rows& rows, const Cells& cells, const floa
   }
 }
 
-using Visit = void (*)(const Problem&, const Rows&, const Cells&, const float*, State&);
+using Visit = void (*)(const Problem&, const Rows&, const Cells&, const float*, const Sums&);
 
 Visit VisitorOf(int64_t count) {
   static constexpr Visit kFew[] = {VisitFew<1>, VisitFew<2>, VisitFew<3>, VisitFew<4>};
@@ -384,56 +425,65 @@ struct Task {
   bool tail;
 };
 
-void Run(const Problem& p, const Task& task, State& state) {
-  static thread_local Rows rows;
-  static thread_local std::vector<float> queries;
-  queries.resize(kMaxDim * kMaxVectors * kLanes);
-  rows.head = task.head;
-  rows.first = task.first;
-  rows.count = task.count;
-  Describe(p, rows);
-  const bool by_lane = task.count > kFewRows;
-  const Visit visit = VisitorOf(task.count);
-  const int64_t block = by_lane ? kCells : kFewCells;
-  const int64_t lanes = by_lane ? (task.count + kLanes - 1) / kLanes * kLanes : task.count;
-  std::fill_n(state.peak, lanes, kMinusInf);
-  std::fill_n(state.total, lanes, 0.0f);
-  std::fill_n(state.mixed, lanes * p.head_dim, 0.0f);
-  if (task.tail) {
-    LoadQueries(p, rows, -1, by_lane, queries.data());
+// How many of a task's rows are visited by lane; the few others follow them.
+int64_t RowsByLane(int64_t count) {
+  if (count <= kFewRows) return 0;
+  const int64_t rest = count % kLanes;
+  return count > kLanes && rest <= kFewRows ? count - rest : count;
+}
+
+int64_t WholeVectors(int64_t lanes) { return (lanes + kLanes - 1) / kLanes * kLanes; }
+
+// Rows of a task that are visited alike.
+struct Part {
+  Rows rows;
+  Sums sums;
+  Visit visit;
+  bool by_lane;
+  alignas(64) float queries[kMaxDim * kMaxVectors * kLanes];
+
+  void Begin(const Problem& p, const Task& task, int64_t first, int64_t count, State& state) {
+    rows.head = task.head;
+    rows.first = task.first + first;
+    rows.count = count;
+    Describe(p, rows);
+    visit = VisitorOf(count);
+    by_lane = count > kFewRows;
+    sums = {state.peak + first, state.total + first, state.mixed + first * p.head_dim};
+    const int64_t lanes = by_lane ? WholeVectors(count) : count;
+    std::fill_n(sums.peak, lanes, kMinusInf);
+    std::fill_n(sums.total, lanes, 0.0f);
+    std::fill_n(sums.mixed, lanes * p.head_dim, 0.0f);
+  }
+
+  bool Meets(const int32_t* item) const {
+    return rows.max_row >= item[kRowBegin] && rows.min_row < item[kRowEnd] &&
+           rows.max_block >= item[kBlock] && rows.min_block <= item[kBlock];
+  }
+
+  void VisitTail(const Problem& p) {
+    LoadQueries(p, rows, -1, by_lane, queries);
+    const int64_t block = by_lane ? kCells : kFewCells;
     for (int64_t token = 0; token < p.tokens; token += block) {
       Cells cells;
       cells.stride = p.kv_heads * p.head_dim;
-      cells.k = p.k_tail + token * cells.stride + task.head * p.head_dim;
-      cells.v = p.v_tail + token * cells.stride + task.head * p.head_dim;
+      cells.k = p.k_tail + token * cells.stride + rows.head * p.head_dim;
+      cells.v = p.v_tail + token * cells.stride + rows.head * p.head_dim;
       cells.count = std::min(block, p.tokens - token);
       cells.base = 0;
       cells.item = nullptr;
-      cells.bias = p.tail_bias + token * p.tail_stride + task.first;
+      cells.bias = p.tail_bias + token * p.tail_stride + rows.first;
       cells.all_visible = false;
-      visit(p, rows, cells, queries.data(), state);
+      visit(p, rows, cells, queries, sums);
     }
   }
-  bool loaded = false;
-  int32_t shift = 0;
-  int64_t counted = 0;
-  for (int32_t index = 0; index < p.num_items && counted < task.end; ++index) {
-    const int32_t* item = p.items + index * kColumns;
-    const int64_t length = std::max(item[kFill] - item[kFirst], 0);
-    const int64_t begin = std::max<int64_t>(task.begin - counted, 0);
-    const int64_t end = std::min(task.end - counted, length);
-    counted += length;
-    if (begin >= end || rows.max_row < item[kRowBegin] || rows.min_row >= item[kRowEnd] ||
-        rows.max_block < item[kBlock] || rows.min_block > item[kBlock])
-      continue;
-    if (!loaded || item[kShift] != shift) {
-      shift = item[kShift];
-      loaded = true;
-      LoadQueries(p, rows, shift ? index : -1, by_lane, queries.data());
-    }
+
+  // Cells `begin` to `end` of an item, counted from its first.
+  void VisitItem(const Problem& p, const int32_t* item, int64_t begin, int64_t end) {
+    const int64_t block = by_lane ? kCells : kFewCells;
     for (int64_t at = begin; at < end; at += block) {
       const int64_t cell = item[kFirst] + at;
-      const int64_t flat = task.head * p.cells + item[kStart] + cell;
+      const int64_t flat = rows.head * p.cells + item[kStart] + cell;
       Cells cells;
       cells.stride = p.head_dim;
       cells.k = p.k_cells + flat * p.head_dim;
@@ -443,15 +493,48 @@ void Run(const Problem& p, const Task& task, State& state) {
       cells.item = item;
       cells.bias = nullptr;
       cells.all_visible = AllVisible(p, rows, item, cells.base + cells.count - 1);
-      visit(p, rows, cells, queries.data(), state);
+      visit(p, rows, cells, queries, sums);
     }
+  }
+};
+
+void Run(const Problem& p, const Task& task, State& state) {
+  static thread_local Part parts[2];
+  int num_parts = 0;
+  const int64_t by_lane = RowsByLane(task.count);
+  if (by_lane > 0) parts[num_parts++].Begin(p, task, 0, by_lane, state);
+  if (by_lane < task.count)
+    parts[num_parts++].Begin(p, task, by_lane, task.count - by_lane, state);
+  if (task.tail)
+    for (int i = 0; i < num_parts; ++i) parts[i].VisitTail(p);
+  bool loaded = false;
+  int32_t shift = 0;
+  int64_t counted = 0;
+  for (int32_t index = 0; index < p.num_items && counted < task.end; ++index) {
+    const int32_t* item = p.items + index * kColumns;
+    const int64_t length = std::max(item[kFill] - item[kFirst], 0);
+    const int64_t begin = std::max<int64_t>(task.begin - counted, 0);
+    const int64_t end = std::min(task.end - counted, length);
+    counted += length;
+    bool meets[2] = {};
+    for (int i = 0; i < num_parts; ++i) meets[i] = parts[i].Meets(item);
+    if (begin >= end || !(meets[0] || meets[1])) continue;
+    if (!loaded || item[kShift] != shift) {
+      shift = item[kShift];
+      loaded = true;
+      for (int i = 0; i < num_parts; ++i)
+        LoadQueries(p, parts[i].rows, shift ? index : -1, parts[i].by_lane, parts[i].queries);
+    }
+    for (int64_t at = begin; at < end; at += kCells)  // all parts while the block is in cache
+      for (int i = 0; i < num_parts; ++i)
+        if (meets[i]) parts[i].VisitItem(p, item, at, std::min(at + kCells, end));
   }
 }
 
 // Merge the shares of one group of rows, normalize, and write them out.
 void Finish(const Problem& p, const Task& task, const State* shares, int64_t num_shares) {
-  const bool by_lane = task.count > kFewRows;
-  const int64_t lanes = (task.count + kLanes - 1) / kLanes * kLanes;
+  const int64_t by_lane = RowsByLane(task.count);
+  const int64_t lanes = WholeVectors(by_lane);
   std::vector<float> weight(num_shares);
   for (int64_t i = 0; i < task.count; ++i) {
     float peak = kMinusInf, total = 0.0f;
@@ -467,8 +550,7 @@ void Finish(const Problem& p, const Task& task, const State* shares, int64_t num
       float sum = 0.0f;
       for (int64_t s = 0; s < num_shares; ++s)
         if (weight[s] > 0.0f)
-          sum += weight[s] *
-                 shares[s].mixed[by_lane ? d * lanes + i : i * p.head_dim + d];
+          sum += weight[s] * shares[s].mixed[i < by_lane ? d * lanes + i : i * p.head_dim + d];
       out[d] = total > 0.0f ? sum / total : 0.0f;
     }
   }

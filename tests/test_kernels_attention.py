@@ -61,6 +61,10 @@ CASES = [
     # More query rows than one task takes, more cells than one share of the context has.
     Case("cpu", 4, 32, 400, tokens=32, pages=256, stretches=(700, 90)),
     Case("cpu", 3, 8, None, tokens=24, pages=256, stretches=(700,)),
+    # Whole vectors of rows and a few more, the few on their own.
+    Case("cpu", 3, 6, 40, tokens=6, pages=64, stretches=(180, 20)),
+    Case("cpu", 3, 12, None, tokens=12, pages=64, stretches=(180, 20)),
+    Case("cpu", 1, 17, None, tokens=17, pages=64, stretches=(180, 20)),
 ]
 SMALL = [case for case in CASES if case.cells < 100]
 FEW = [SMALL[0], SMALL[4], SMALL[5], SMALL[8], SMALL[11], SMALL[12]]
