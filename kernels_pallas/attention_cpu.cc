@@ -50,24 +50,23 @@ inline void Store(float* p, Vec v) { *reinterpret_cast<LooseVec*>(p) = v; }
 inline Vec Splat(float x) { return x - Vec{}; }
 inline Vec Max(Vec a, Vec b) { return a > b ? a : b; }
 
-inline Vec Exp(Vec x) {
-  // 2^n * e^r with |r| <= ln2 / 2; the polynomial is accurate to about one unit in the last place.
+// Scores are kept times log2(e), so that the softmax is of powers of two.
+constexpr float kLog2E = 1.44269504f;
+
+inline Vec Exp2(Vec x) {
+  // 2^n * 2^r with |r| <= 1/2; the polynomial is accurate to about one unit in the last place.
   const Vec magic = Splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec clamped = Max(x, Splat(-87.0f));
-  const Vec shifted = clamped * 1.44269504f + magic;
-  const Vec n = shifted - magic;
-  Vec r = clamped - n * 0.693359375f;
-  r = r - n * -2.12194440e-4f;
-  Vec p = Splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const IntVec exponent = ((IntVec)shifted - (IntVec)magic) << 23;
-  const Vec result = (Vec)((IntVec)p + exponent);
-  return x > -87.0f ? result : Vec{};
+  const Vec shifted = x + magic;
+  const Vec r = x - (shifted - magic);
+  Vec p = Splat(1.5353361912e-4f);
+  p = p * r + 1.3398874414e-3f;
+  p = p * r + 9.6184373577e-3f;
+  p = p * r + 5.5503324711e-2f;
+  p = p * r + 2.4022647914e-1f;
+  p = p * r + 6.9314720286e-1f;
+  p = p * r + 1.0f;
+  const Vec result = (Vec)((IntVec)p + ((IntVec)shifted << 23));  // magic's low bits are zero
+  return x > -126.0f ? result : Vec{};
 }
 
 #ifdef __clang__
@@ -309,11 +308,11 @@ void VisitLanes(const Problem& p, const Rows& rows, const Cells& cells, const fl
     Vec peak = before;
     for (int c = 0; c < cells.count; ++c) peak = Max(peak, Load(scores + c * kWidth + j * kLanes));
     const Vec floor = peak > kMinusInf ? peak : Vec{};
-    kept[j] = Exp(before - floor);
+    kept[j] = Exp2(before - floor);
     Vec total = Load(state.total + j * kLanes) * kept[j];
     for (int c = 0; c < cells.count; ++c) {
       float* at = scores + c * kWidth + j * kLanes;
-      const Vec weight = Exp(Load(at) - floor);
+      const Vec weight = Exp2(Load(at) - floor);
       Store(at, weight);
       total += weight;
     }
@@ -365,12 +364,12 @@ void VisitFew(const Problem& p, const Rows& rows, const Cells& cells, const floa
     for (int i = r; i < kLanes; i += kFewRows) peak = std::max(peak, highest[i]);
     const float floor = peak > kMinusInf ? peak : 0.0f;
     for (int i = r; i < kLanes; i += kFewRows) floors[i] = floor;
-    kept[r] = state.peak[r] > kMinusInf ? std::exp(state.peak[r] - floor) : 0.0f;
+    kept[r] = state.peak[r] > kMinusInf ? std::exp2(state.peak[r] - floor) : 0.0f;
     state.peak[r] = peak;
   }
   Vec totals = {};
   for (int c = 0; c < padded; c += kCellsAtOnce) {
-    const Vec weight = Exp(Load(scores + c * kFewRows) - floors);
+    const Vec weight = Exp2(Load(scores + c * kFewRows) - floors);
     Store(scores + c * kFewRows, weight);
     totals += weight;
   }
@@ -540,7 +539,7 @@ void Finish(const Problem& p, const Task& task, const State* shares, int64_t num
     float peak = kMinusInf, total = 0.0f;
     for (int64_t s = 0; s < num_shares; ++s) peak = std::max(peak, shares[s].peak[i]);
     for (int64_t s = 0; s < num_shares; ++s) {
-      weight[s] = shares[s].peak[i] > kMinusInf ? std::exp(shares[s].peak[i] - peak) : 0.0f;
+      weight[s] = shares[s].peak[i] > kMinusInf ? std::exp2(shares[s].peak[i] - peak) : 0.0f;
       total += weight[s] * shares[s].total[i];
     }
     const int64_t row = task.first + i;
@@ -601,7 +600,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   p.shared = p.heads / p.kv_heads;
   p.block_tokens = block_tokens;
   p.window = window;
-  p.scale = 1.0f / std::sqrt(static_cast<float>(p.head_dim));
+  p.scale = kLog2E / std::sqrt(static_cast<float>(p.head_dim));
   p.q = q.typed_data();
   p.k_tail = k_tail.typed_data();
   p.v_tail = v_tail.typed_data();
