@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import pathlib
@@ -170,8 +171,12 @@ def spread(name: str, samples: Sequence[float]) -> dict[str, Any]:
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Return the least-squares slope of y against x."""
-    return float(np.polyfit(x, y, 1)[0])
+    """Return the median slope of all pairs of points: one disturbed point does not tilt it.
+
+    Source: Theil-Sen estimator, doi:10.1080/01621459.1968.10480934.
+    """
+    pairs = itertools.combinations(zip(x, y, strict=True), 2)
+    return median([(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairs])
 
 
 def milliseconds(function: Callable[[], Any]) -> float:

@@ -18,7 +18,7 @@ from jaxstate.serving import market
 
 THREADS = 2
 REPEATS = 3
-SLOPE_REPEATS = 5
+SLOPE_REPEATS = 11
 SETTLE_S = 0.01  # lets another engine's threads stop spinning
 
 

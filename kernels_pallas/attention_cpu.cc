@@ -273,6 +273,30 @@ inline void MixLanes(const Cells& cells, const float* weights, const Vec* kept, 
     for (int j = 0; j < NV; ++j) Store(mixed + i * kWidth + j * kLanes, sum[i][j]);
 }
 
+// Scores [cell][lane] of cells c ... c + N - 1, those past the last one left alone.
+template <int NV, int N>
+inline void ScoreLanes(const Cells& cells, const float* q, int64_t dim, int c, float* scores) {
+  constexpr int kWidth = NV * kLanes;
+  Vec sum[N][NV] = {};
+  const float* keys[N];
+  for (int i = 0; i < N; ++i)
+    keys[i] = cells.k + std::min(c + i, cells.count - 1) * cells.stride;
+  for (int i = 0; i < N; ++i)
+    for (int64_t d = 0; d < dim; d += kLine)
+      Fetch(cells.k + (cells.count + c + i) * cells.stride + d);
+  for (int64_t d = 0; d < dim; ++d) {
+    Vec column[NV];
+    for (int j = 0; j < NV; ++j) column[j] = Load(q + d * kWidth + j * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) {
+#pragma GCC unroll 8
+      for (int j = 0; j < NV; ++j) sum[i][j] += column[j] * keys[i][d];
+    }
+  }
+  for (int i = 0; i < N && c + i < cells.count; ++i)
+    for (int j = 0; j < NV; ++j) Store(scores + (c + i) * kWidth + j * kLanes, sum[i][j]);
+}
+
 // One block of cells against NV vectors of rows.
 template <int NV>
 void VisitLanes(const Problem& p, const Rows& rows, const Cells& cells, const float* q,
@@ -281,26 +305,9 @@ void VisitLanes(const Problem& p, const Rows& rows, const Cells& cells, const fl
   constexpr int kWidth = NV * kLanes;
   const int64_t dim = p.head_dim;
   alignas(64) float scores[kCells * kWidth];
-  for (int c = 0; c < cells.count; c += kTile) {
-    Vec sum[kTile][NV] = {};
-    const float* keys[kTile];
-    for (int i = 0; i < kTile; ++i)
-      keys[i] = cells.k + std::min(c + i, cells.count - 1) * cells.stride;
-    for (int i = 0; i < kTile; ++i)
-      for (int64_t d = 0; d < dim; d += kLine)
-        Fetch(cells.k + (cells.count + c + i) * cells.stride + d);
-    for (int64_t d = 0; d < dim; ++d) {
-      Vec column[NV];
-      for (int j = 0; j < NV; ++j) column[j] = Load(q + d * kWidth + j * kLanes);
-#pragma GCC unroll 16
-      for (int i = 0; i < kTile; ++i) {
-#pragma GCC unroll 8
-        for (int j = 0; j < NV; ++j) sum[i][j] += column[j] * keys[i][d];
-      }
-    }
-    for (int i = 0; i < kTile && c + i < cells.count; ++i)
-      for (int j = 0; j < NV; ++j) Store(scores + (c + i) * kWidth + j * kLanes, sum[i][j]);
-  }
+  int c = 0;
+  for (; c + kTile <= cells.count; c += kTile) ScoreLanes<NV, kTile>(cells, q, dim, c, scores);
+  for (; c < cells.count; c += 4) ScoreLanes<NV, 4>(cells, q, dim, c, scores);
   if (!cells.all_visible) MaskLanes<NV>(p, rows, cells, scores);
   Vec kept[NV];
   for (int j = 0; j < NV; ++j) {
