@@ -12,8 +12,9 @@ from jaxstate.kernels_pallas.gate_scan_xla import gate_scan
 from jaxstate.kernels_pallas.kv_write_xla import kv_write
 from jaxstate.kernels_pallas.rope import angles_at, turn
 from jaxstate.models import decoder
-from jaxstate.models.config import ModelConfig, RopeConfig
+from jaxstate.models.config import ModelConfig
 from jaxstate.models.params import Params
+from jaxstate.models.rope import RopeConfig
 from jaxstate.state import LayerPages, Outputs, Pool, Rows, StepShape
 
 

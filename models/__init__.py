@@ -1,7 +1,7 @@
 """Decoder families, their weights and their tokenizers; knows nothing of sessions."""
 
 from jaxstate.models import chat_template, sources
-from jaxstate.models.config import DtypePolicy, LayerConfig, ModelConfig, RopeConfig
+from jaxstate.models.config import DtypePolicy, ExpertConfig, LayerConfig, ModelConfig
 from jaxstate.models.decoder import Attend, forward, logits
 from jaxstate.models.gguf_file import GgufFile
 from jaxstate.models.gguf_loader import load_gguf
@@ -14,8 +14,16 @@ from jaxstate.models.params import (
     check_params,
     init_params,
     map_specs,
+    num_params,
     param_specs,
     partition_specs,
+)
+from jaxstate.models.rope import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RopeConfig,
+    YarnScaling,
 )
 from jaxstate.models.safetensors_loader import load_safetensors
 from jaxstate.models.tokenizer import Detokenizer, Tokenizer
@@ -24,14 +32,19 @@ __all__ = [
     "Attend",
     "Detokenizer",
     "DtypePolicy",
+    "ExpertConfig",
+    "FactorScaling",
     "GgufFile",
     "LayerConfig",
+    "LinearScaling",
+    "Llama3Scaling",
     "LoadedModel",
     "ModelConfig",
     "ParamSpec",
     "Params",
     "RopeConfig",
     "Tokenizer",
+    "YarnScaling",
     "abstract_params",
     "chat_template",
     "check_params",
@@ -42,6 +55,7 @@ __all__ = [
     "load_safetensors",
     "logits",
     "map_specs",
+    "num_params",
     "param_specs",
     "partition_specs",
     "rotate",

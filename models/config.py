@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from jaxstate.models.rope import RopeConfig
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,41 +53,51 @@ class DtypePolicy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding of one kind of layer (half-split pairing, as in Hugging Face).
-
-    Attributes:
-      theta: base of the geometric series of wavelengths.
-      linear_factor: positions are divided by this (1.0 = no scaling).
-
-    Source: RoFormer (arXiv:2104.09864); linear scaling (arXiv:2306.15595).
-    """
-
-    theta: float
-    linear_factor: float = 1.0
-
-    def inverse_frequencies(self, head_dim: int) -> np.ndarray:
-        """Return the angle per position of each pair, [head_dim / 2] f32, in radians."""
-        exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-        return (self.theta**-exponents / self.linear_factor).astype(np.float32)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """What may differ from layer to layer.
 
     Attributes:
       rope: rotary settings.
       window: a token sees itself and the `window - 1` positions before it; None = all of them.
+      routed: the MLP is a mixture of experts, see ModelConfig.experts.
     """
 
     rope: RopeConfig
     window: int | None = None
+    routed: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """A mixture of experts in place of one MLP; no token is ever dropped.
+
+    Attributes:
+      count: number of experts.
+      per_token: how many of them, the most probable ones, a token goes through.
+      width: of each expert's gated MLP.
+      normalize: the chosen experts' probabilities are scaled to sum to 1.
+
+    Source: arXiv:2401.04088, arXiv:2505.09388.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    normalize: bool
+
+    def __post_init__(self):
+        """Check that sizes fit together."""
+        if not 1 <= self.per_token <= self.count:
+            raise ValueError(
+                f"experts: expected 1 to {self.count} experts per token, got {self.per_token}"
+            )
+        if self.width < 1:
+            raise ValueError(f"experts: expected a width of at least 1, got {self.width}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer with pre-norm blocks, gated MLP and rotary attention.
+    """A decoder-only transformer with pre-norm blocks, gated MLPs and rotary attention.
 
     Attributes:
       family: name of the family file that maps its weights, e.g. "llama".
@@ -99,6 +111,13 @@ class ModelConfig:
       max_positions: longest context the model was trained for, in tokens.
       layers: one LayerConfig per layer.
       tied_embeddings: the output matrix is the embedding.
+      activation: of the MLP's gate.
+      qkv_bias, out_bias, mlp_bias: the projections of attention and MLP add a vector.
+      qk_norm: queries and keys are normalized per head before they are rotated.
+      post_norms: attention and MLP are normalized behind as well as before ("sandwich").
+      embed_scale: embeddings are multiplied by this.
+      query_scale: queries are multiplied by this, beside 1 / sqrt(head_dim).
+      experts: what layers that are `routed` consist of.
       dtypes: see DtypePolicy.
     """
 
@@ -113,6 +132,15 @@ class ModelConfig:
     max_positions: int
     layers: tuple[LayerConfig, ...]
     tied_embeddings: bool
+    activation: Activation = "silu"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    embed_scale: float = 1.0
+    query_scale: float = 1.0
+    experts: ExpertConfig | None = None
     dtypes: DtypePolicy = dataclasses.field(default_factory=DtypePolicy)
 
     def __post_init__(self):
@@ -137,6 +165,12 @@ class ModelConfig:
             raise ValueError(f"head_dim: expected an even number, got {self.head_dim}")
         if not self.layers:
             raise ValueError("layers: expected at least one layer, got none")
+        if self.activation not in get_args(Activation):
+            raise ValueError(
+                f"activation: expected one of {get_args(Activation)}, got {self.activation!r}"
+            )
+        if self.experts is None and any(layer.routed for layer in self.layers):
+            raise ValueError("experts: expected an ExpertConfig for routed layers, got None")
 
     @property
     def num_layers(self) -> int:
@@ -153,19 +187,3 @@ class ModelConfig:
         """Bytes of one cell: the keys and values of one token over all layers."""
         item = jnp.dtype(self.dtypes.cache_dtype).itemsize
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * item
-
-    @functools.cached_property
-    def num_params(self) -> int:
-        """Number of parameters, a tied output matrix counted once."""
-        block = (
-            2 * self.hidden_size
-            + 2 * self.hidden_size * self.num_heads * self.head_dim
-            + 2 * self.hidden_size * self.num_kv_heads * self.head_dim
-            + 3 * self.hidden_size * self.mlp_width
-        )
-        outputs = 1 if self.tied_embeddings else 2
-        return (
-            outputs * self.vocab_size * self.hidden_size
-            + self.num_layers * block
-            + self.hidden_size
-        )

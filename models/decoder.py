@@ -9,15 +9,17 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from jaxstate.models import experts
 from jaxstate.models.config import ModelConfig
-from jaxstate.models.layers import project, rms_norm
+from jaxstate.models.layers import add_bias, mlp, project, rms_norm
 from jaxstate.models.params import Params
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 """attend(layer_idx, q, k, v, state) -> (out, state).
 
 q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads, head_dim], none of them rotated:
-where a key stands is the business of whoever keeps it. out is like q.
+where a key stands is the business of whoever keeps it. Scores are divided by sqrt(head_dim). out
+is like q.
 """
 
 
@@ -36,6 +38,8 @@ def forward(
     chex.assert_rank(token_ids, 1)
     chex.assert_type(token_ids, jnp.int32)
     x = params["embed"][token_ids].astype(config.dtypes.compute_dtype)
+    if config.embed_scale != 1.0:
+        x = x * jnp.asarray(config.embed_scale, x.dtype)
     new_states = []
     for layer_idx, (layer, state) in enumerate(zip(params["layers"], layer_states, strict=True)):
         with jax.named_scope(f"layer_{layer_idx}"):
@@ -46,19 +50,34 @@ def forward(
 
 
 def _block(layer: Params, config: ModelConfig, layer_idx: int, x, attend: Attend, state):
-    """One pre-norm block; x is [tokens, hidden_size]."""
-    dtypes = config.dtypes
-    normed = rms_norm(x, layer["attn_norm"], config.rms_norm_eps, dtypes)
-    q = project(normed, layer["wq"], 1, dtypes)
-    k = project(normed, layer["wk"], 1, dtypes)
-    v = project(normed, layer["wv"], 1, dtypes)
+    """One block; x is [tokens, hidden_size]."""
+    dtypes, eps = config.dtypes, config.rms_norm_eps
+    normed = rms_norm(x, layer["attn_norm"], eps, dtypes)
+    q = add_bias(project(normed, layer["wq"], 1, dtypes), layer.get("bq"))
+    k = add_bias(project(normed, layer["wk"], 1, dtypes), layer.get("bk"))
+    v = add_bias(project(normed, layer["wv"], 1, dtypes), layer.get("bv"))
+    if config.qk_norm:
+        q = rms_norm(q, layer["q_norm"], eps, dtypes)
+        k = rms_norm(k, layer["k_norm"], eps, dtypes)
+    # Kept keys are rotated but never scaled: what a rope multiplies both by goes to the query.
+    query_scale = config.query_scale * config.layers[layer_idx].rope.attention_factor ** 2
+    if query_scale != 1.0:
+        q = q * jnp.asarray(query_scale, q.dtype)
     with jax.named_scope("attention"):
         mixed, state = attend(layer_idx, q, k, v, state)
-    x = x + project(mixed, layer["wo"], 2, dtypes)
-    normed = rms_norm(x, layer["mlp_norm"], config.rms_norm_eps, dtypes)
-    gate = project(normed, layer["w_gate"], 1, dtypes)
-    up = project(normed, layer["w_up"], 1, dtypes)
-    return x + project(jax.nn.silu(gate) * up, layer["w_down"], 1, dtypes), state
+    mixed = add_bias(project(mixed, layer["wo"], 2, dtypes), layer.get("bo"))
+    if config.post_norms:
+        mixed = rms_norm(mixed, layer["post_attn_norm"], eps, dtypes)
+    x = x + mixed
+    normed = rms_norm(x, layer["mlp_norm"], eps, dtypes)
+    with jax.named_scope("mlp"):
+        if config.layers[layer_idx].routed:
+            mixed = experts.mix(normed, layer, config)
+        else:
+            mixed = mlp(normed, layer, config)
+    if config.post_norms:
+        mixed = rms_norm(mixed, layer["post_mlp_norm"], eps, dtypes)
+    return x + mixed, state
 
 
 def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:

@@ -33,6 +33,18 @@ class Fields:
             raise self._wrong(key, "a whole number of at least 1", value)
         return value
 
+    def optional_count(self, key: str, default: int | None) -> int | None:
+        """Return a whole number of at least one; None where the key has a null value.
+
+        Args:
+          default: returned where the key is absent.
+        Raises:
+          ValueError: anything else.
+        """
+        if key not in self.values:
+            return default
+        return None if self.values[key] is None else self.count(key)
+
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite number above zero.
 

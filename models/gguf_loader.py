@@ -27,9 +27,9 @@ def load_gguf(
     """
     file = source if isinstance(source, GgufFile) else GgufFile(source)
     file.fields.require("split.count", 0, 1)
-    family = registry.family_from_gguf(file.fields.text("general.architecture"))
-    config = family.config_from_gguf(file.fields, file.tensors.keys(), dtypes or DtypePolicy())
+    form = registry.gguf_format(file.fields.text("general.architecture"))
+    config = form.config(file, dtypes or DtypePolicy())
     params = weights.assemble(
-        config, family.gguf, shapes=file.shapes, read=file.read, origin=str(file.path)
+        config, form.layout, shapes=file.shapes, read=file.read, origin=str(file.path)
     )
     return config, params

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxstate.models.config import DtypePolicy
+from jaxstate.models.config import Activation, DtypePolicy, ModelConfig
+from jaxstate.models.params import Params
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtypes: DtypePolicy) -> jax.Array:
@@ -32,6 +33,28 @@ def project(x: jax.Array, weight: jax.Array, num_inputs: int, dtypes: DtypePolic
         rows, matrix, precision=dtypes.precision, preferred_element_type=dtypes.accum_dtype
     )
     return product.astype(dtypes.compute_dtype).reshape(*lead, *outputs)
+
+
+def add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Add a vector over x's last dimensions, where there is one."""
+    return x if bias is None else x + bias.astype(x.dtype)
+
+
+def activate(gate: jax.Array, activation: Activation) -> jax.Array:
+    """Apply the gate's activation elementwise.
+
+    Source: SwiGLU and GEGLU, arXiv:2002.05202; the tanh form of GELU, arXiv:1606.08415.
+    """
+    return jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)
+
+
+def mlp(x: jax.Array, layer: Params, config: ModelConfig) -> jax.Array:
+    """Apply the gated MLP of a layer: [tokens, hidden_size] -> the same."""
+    dtypes = config.dtypes
+    gate = add_bias(project(x, layer["w_gate"], 1, dtypes), layer.get("b_gate"))
+    up = add_bias(project(x, layer["w_up"], 1, dtypes), layer.get("b_up"))
+    inner = activate(gate, config.activation) * up
+    return add_bias(project(inner, layer["w_down"], 1, dtypes), layer.get("b_down"))
 
 
 def _size(shape: tuple[int, ...]) -> int:

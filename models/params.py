@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstate.models.config import ModelConfig
+from jaxstate.models.config import DtypePolicy, LayerConfig, ModelConfig
 
 Params = dict[str, Any]
+
+
+Kind = Literal["matrix", "norm", "bias"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,61 +26,116 @@ class ParamSpec:
     Attributes:
       shape: its shape in this package's layout.
       axes: a logical axis name per dimension ("vocab", "hidden", "heads", "kv_heads",
-        "head_dim", "mlp"); sharding maps these names to mesh axes.
-      fan_in: inputs that are summed into one output; 0 for a norm, which starts at one.
+        "head_dim", "mlp", "experts"); sharding maps these names to mesh axes.
+      kind: a matrix, a norm's scale (starts at one) or a bias (starts at zero).
+      fan_in: of a matrix, inputs that are summed into one output.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
-    fan_in: int
+    kind: Kind = "matrix"
+    fan_in: int = 0
+
+    def dtype(self, dtypes: DtypePolicy) -> Any:
+        """Return its dtype in memory: norms are few and multiply everything, so they stay wide."""
+        return dtypes.accum_dtype if self.kind == "norm" else dtypes.param_dtype
 
 
 def param_specs(config: ModelConfig) -> Params:
     """Return the tree of ParamSpec; every parameter tree of this package has its structure."""
-    hidden, mlp = config.hidden_size, config.mlp_width
-    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-
-    def norm():
-        return ParamSpec(shape=(hidden,), axes=("hidden",), fan_in=0)
-
-    def layer():
-        kv = ParamSpec(
-            shape=(hidden, kv_heads, head_dim),
-            axes=("hidden", "kv_heads", "head_dim"),
-            fan_in=hidden,
-        )
-        up = ParamSpec(shape=(hidden, mlp), axes=("hidden", "mlp"), fan_in=hidden)
-        return {
-            "attn_norm": norm(),
-            "wq": ParamSpec(
-                shape=(hidden, heads, head_dim),
-                axes=("hidden", "heads", "head_dim"),
-                fan_in=hidden,
-            ),
-            "wk": kv,
-            "wv": kv,
-            "wo": ParamSpec(
-                shape=(heads, head_dim, hidden),
-                axes=("heads", "head_dim", "hidden"),
-                fan_in=heads * head_dim,
-            ),
-            "mlp_norm": norm(),
-            "w_gate": up,
-            "w_up": up,
-            "w_down": ParamSpec(shape=(mlp, hidden), axes=("mlp", "hidden"), fan_in=mlp),
-        }
-
     embedding = ParamSpec(
-        shape=(config.vocab_size, hidden), axes=("vocab", "hidden"), fan_in=hidden
+        shape=(config.vocab_size, config.hidden_size),
+        axes=("vocab", "hidden"),
+        fan_in=config.hidden_size,
     )
     specs: Params = {
         "embed": embedding,
-        "layers": tuple(layer() for _ in range(config.num_layers)),
-        "final_norm": norm(),
+        "layers": tuple(_layer_specs(config, layer) for layer in config.layers),
+        "final_norm": _norm(config.hidden_size, "hidden"),
     }
     if not config.tied_embeddings:
         specs["lm_head"] = embedding
     return specs
+
+
+def _layer_specs(config: ModelConfig, layer: LayerConfig) -> Params:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    q, kv = (config.num_heads, head_dim), (config.num_kv_heads, head_dim)
+    q_axes, kv_axes = ("heads", "head_dim"), ("kv_heads", "head_dim")
+    specs = {
+        "attn_norm": _norm(hidden, "hidden"),
+        "wq": _matrix((hidden,), q, ("hidden",), q_axes),
+        "wk": _matrix((hidden,), kv, ("hidden",), kv_axes),
+        "wv": _matrix((hidden,), kv, ("hidden",), kv_axes),
+        "wo": _matrix(q, (hidden,), q_axes, ("hidden",)),
+        "mlp_norm": _norm(hidden, "hidden"),
+    }
+    if config.qkv_bias:
+        specs |= {"bq": _bias(q, q_axes), "bk": _bias(kv, kv_axes), "bv": _bias(kv, kv_axes)}
+    if config.out_bias:
+        specs["bo"] = _bias((hidden,), ("hidden",))
+    if config.qk_norm:
+        specs |= {"q_norm": _norm(head_dim, "head_dim"), "k_norm": _norm(head_dim, "head_dim")}
+    if config.post_norms:
+        specs |= {
+            "post_attn_norm": _norm(hidden, "hidden"),
+            "post_mlp_norm": _norm(hidden, "hidden"),
+        }
+    return specs | (_expert_specs(config) if layer.routed else _mlp_specs(config))
+
+
+def _mlp_specs(config: ModelConfig) -> Params:
+    inner, outer = (config.mlp_width,), (config.hidden_size,)
+    specs = {
+        "w_gate": _matrix(outer, inner, ("hidden",), ("mlp",)),
+        "w_up": _matrix(outer, inner, ("hidden",), ("mlp",)),
+        "w_down": _matrix(inner, outer, ("mlp",), ("hidden",)),
+    }
+    if config.mlp_bias:
+        specs |= {
+            "b_gate": _bias(inner, ("mlp",)),
+            "b_up": _bias(inner, ("mlp",)),
+            "b_down": _bias(outer, ("hidden",)),
+        }
+    return specs
+
+
+def _expert_specs(config: ModelConfig) -> Params:
+    experts = config.experts
+    assert experts is not None  # ModelConfig has checked it
+
+    def each(spec: ParamSpec) -> ParamSpec:
+        return dataclasses.replace(
+            spec, shape=(experts.count, *spec.shape), axes=("experts", *spec.axes)
+        )
+
+    inner, outer = (experts.width,), (config.hidden_size,)
+    return {
+        "router": _matrix(outer, (experts.count,), ("hidden",), ("experts",)),
+        "experts_gate": each(_matrix(outer, inner, ("hidden",), ("mlp",))),
+        "experts_up": each(_matrix(outer, inner, ("hidden",), ("mlp",))),
+        "experts_down": each(_matrix(inner, outer, ("mlp",), ("hidden",))),
+    }
+
+
+def _matrix(inputs, outputs, input_axes, output_axes) -> ParamSpec:
+    return ParamSpec(
+        shape=(*inputs, *outputs), axes=(*input_axes, *output_axes), fan_in=math.prod(inputs)
+    )
+
+
+def _norm(size: int, axis: str) -> ParamSpec:
+    return ParamSpec(shape=(size,), axes=(axis,), kind="norm")
+
+
+def _bias(shape: tuple[int, ...], axes: tuple[str, ...]) -> ParamSpec:
+    return ParamSpec(shape=shape, axes=axes, kind="bias")
+
+
+def num_params(config: ModelConfig) -> int:
+    """Count parameters, a tied output matrix once."""
+    specs = jax.tree.leaves(param_specs(config), is_leaf=_is_spec)
+    return sum(math.prod(spec.shape) for spec in specs)
 
 
 def _is_spec(node) -> bool:
@@ -95,20 +153,21 @@ def map_specs(function: Callable[[str, ParamSpec], Any], config: ModelConfig) ->
 
 def abstract_params(config: ModelConfig) -> Params:
     """Return the tree of jax.ShapeDtypeStruct, for lowering and restoring without weights."""
-    dtype = config.dtypes.param_dtype
-    return map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, dtype), config)
+    return map_specs(
+        lambda _, spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype(config.dtypes)), config
+    )
 
 
 def init_params(config: ModelConfig, seed: int) -> Params:
-    """Draw random weights: normal with variance 1 / fan_in, norms at one."""
+    """Draw random weights: normal with variance 1 / fan_in, norms at one, biases at zero."""
     rng = np.random.default_rng(seed)
 
     def draw(_, spec):
-        if spec.fan_in == 0:
-            value = np.ones(spec.shape, np.float32)
-        else:
+        if spec.kind == "matrix":
             value = rng.standard_normal(spec.shape, np.float32) / math.sqrt(spec.fan_in)
-        return jnp.asarray(value, config.dtypes.param_dtype)
+        else:
+            value = np.full(spec.shape, spec.kind == "norm", np.float32)
+        return jnp.asarray(value, spec.dtype(config.dtypes))
 
     return map_specs(draw, config)
 

@@ -36,15 +36,15 @@ def load_safetensors(
     """
     directory = pathlib.Path(directory)
     fields = Fields(fields_lib.read_json(directory / "config.json"), str(directory / "config.json"))
-    family = registry.family_from_hf(_architectures(fields))
-    config = family.config_from_hf(fields, dtypes or DtypePolicy())
+    form = registry.hf_format(_architectures(fields))
+    config = form.config(fields, dtypes or DtypePolicy())
     with contextlib.ExitStack() as stack:
         tensors = _Tensors()
         for path in weight_files(directory):
             tensors.add(path, stack)
         tensors.check_index(directory)
         params = weights.assemble(
-            config, family.hf, shapes=tensors.shapes, read=tensors.read, origin=str(directory)
+            config, form.layout, shapes=tensors.shapes, read=tensors.read, origin=str(directory)
         )
     return config, params
 

@@ -7,7 +7,6 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,7 +14,7 @@ from jaxstate.models import params as params_lib
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.params import Params, ParamSpec
 
-Restore = Callable[[np.ndarray, ParamSpec], np.ndarray]
+Restore = Callable[[np.ndarray, ParamSpec, ModelConfig], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,9 +23,10 @@ class WeightLayout:
 
     Attributes:
       names: last part of a parameter's path ("wq", "embed") to the tensor's name in the file,
-        with `{layer}` where the layer index stands.
-      restore: last part of a path to a function (stored tensor, spec) -> the tensor as Hugging
-        Face stores it, [outputs, inputs]; only for tensors that the format alters.
+        with `{layer}` where the layer index stands, and `{expert}` if every expert has a tensor
+        of its own. Parameters of one tensor lie in it one after the other, in this order.
+      restore: last part of a path to a function (stored tensor, spec, config) -> the tensor as
+        Hugging Face stores it, [outputs, inputs]; only for tensors that differ.
       ignored: shell-style patterns of tensors that hold no parameter.
     """
 
@@ -34,25 +34,87 @@ class WeightLayout:
     restore: Mapping[str, Restore] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
-    def tensor_name(self, path: str) -> str:
+    def tensor_name(self, path: str, expert: int = 0) -> str:
         """Return the tensor that holds the parameter at `path`, e.g. "layers.3.wq"."""
         parts = path.split(".")
         template = self.names[parts[-1]]
-        return template.format(layer=parts[1]) if parts[0] == "layers" else template
+        if parts[0] != "layers":
+            return template
+        return template.format(layer=parts[1], expert=expert)
+
+    def is_per_expert(self, path: str) -> bool:
+        """Return whether every expert has a tensor of its own."""
+        return "{expert}" in self.names[path.rpartition(".")[2]]
 
 
 def stored_shape(spec: ParamSpec) -> tuple[int, ...]:
-    """Return the shape weight files use: a matrix is [outputs, inputs], heads are flattened."""
-    if spec.fan_in == 0 or spec.axes[0] == "vocab":
+    """Return the shape weight files use: a matrix is [outputs, inputs], heads are flattened.
+
+    Matrices of experts have the expert in front.
+    """
+    if spec.kind != "matrix":
+        return (math.prod(spec.shape),)
+    if spec.axes[0] == "vocab":
         return spec.shape
-    return (math.prod(spec.shape) // spec.fan_in, spec.fan_in)
+    lead = spec.shape[:1] if _is_of_experts(spec) else ()
+    outputs = math.prod(spec.shape[len(lead) :]) // spec.fan_in
+    return (*lead, outputs, spec.fan_in)
 
 
 def to_layout(stored: np.ndarray, spec: ParamSpec) -> np.ndarray:
     """Turn a tensor of `stored_shape(spec)` into this package's layout, inputs first."""
-    if spec.fan_in == 0 or spec.axes[0] == "vocab":
-        return stored
-    return stored.T.reshape(spec.shape)
+    if spec.kind == "matrix" and spec.axes[0] != "vocab":
+        stored = stored.swapaxes(-1, -2)
+    return stored.reshape(spec.shape)
+
+
+def _is_of_experts(spec: ParamSpec) -> bool:
+    return spec.axes[0] == "experts"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a parameter lies in a file.
+
+    Attributes:
+      tensors: one, or one per expert.
+      shape: that each of them must have.
+      begin, end: rows of the tensor that are this parameter's, along the axis of outputs.
+    """
+
+    tensors: tuple[str, ...]
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def _places(config: ModelConfig, layout: WeightLayout) -> dict[str, _Place]:
+    """Return the place of every parameter by path, parameters that share a tensor side by side."""
+    specs: dict[str, ParamSpec] = {}
+    params_lib.map_specs(specs.__setitem__, config)
+    order = {name: index for index, name in enumerate(layout.names)}
+    sharing: dict[str, list[str]] = {}
+    for path in sorted(specs, key=lambda path: order[path.rpartition(".")[2]]):
+        sharing.setdefault(layout.tensor_name(path), []).append(path)
+    places = {}
+    for paths in sharing.values():
+        shapes = [stored_shape(specs[path]) for path in paths]
+        per_expert = layout.is_per_expert(paths[0])
+        if per_expert:
+            shapes = [shape[1:] for shape in shapes]
+        axis = max(len(shapes[0]) - 2, 0)
+        rows = sum(shape[axis] for shape in shapes)
+        begin = 0
+        for path, shape in zip(paths, shapes, strict=True):
+            count = specs[path].shape[0] if per_expert else 1
+            places[path] = _Place(
+                tensors=tuple(layout.tensor_name(path, expert) for expert in range(count)),
+                shape=(*shape[:axis], rows, *shape[axis + 1 :]),
+                begin=begin,
+                end=begin + shape[axis],
+            )
+            begin += shape[axis]
+    return places
 
 
 def assemble(
@@ -69,15 +131,15 @@ def assemble(
 
     Args:
       shapes: every tensor of the file and its shape.
-      read: returns one tensor by name, any float dtype; cast to config.dtypes.param_dtype here.
+      read: returns one tensor by name, any float dtype; cast here.
       origin: what to call the file in messages.
     Returns:
       The tree of param_specs(config); its arrays share no memory with the file.
     Raises:
       ValueError: a tensor is missing, not expected, of another shape, or not finite.
     """
-    names = params_lib.map_specs(lambda path, _: layout.tensor_name(path), config)
-    wanted = set(jax.tree.leaves(names))
+    places = _places(config, layout)
+    wanted = {name for place in places.values() for name in place.tensors}
     ignored = layout.ignored
     if config.tied_embeddings:
         ignored += (layout.names["lm_head"],)
@@ -93,22 +155,30 @@ def assemble(
             f"{_first(extra)} as well; use a model whose features are supported"
         )
 
-    def check(path, spec):
-        name = layout.tensor_name(path)
-        if tuple(shapes[name]) != stored_shape(spec):
-            raise ValueError(
-                f"{origin}: tensor {name}: expected shape {stored_shape(spec)}, got "
-                f"{tuple(shapes[name])}; the weights do not belong to this configuration"
-            )
+    for place in places.values():
+        for name in place.tensors:
+            if tuple(shapes[name]) != place.shape:
+                raise ValueError(
+                    f"{origin}: tensor {name}: expected shape {place.shape}, got "
+                    f"{tuple(shapes[name])}; the weights do not belong to this configuration"
+                )
 
-    def load(path, spec):
-        stored = read(layout.tensor_name(path))
+    def part(name: str, place: _Place) -> np.ndarray:
+        stored = read(name)
+        if place.end - place.begin == stored.shape[max(stored.ndim - 2, 0)]:
+            return stored
+        index = slice(place.begin, place.end)
+        return stored[:, index] if stored.ndim == 3 else stored[index]
+
+    def load(path: str, spec: ParamSpec):
+        place = places[path]
+        parts = [part(name, place) for name in place.tensors]
+        stored = np.stack(parts) if layout.is_per_expert(path) else parts[0]
         restore = layout.restore.get(path.rpartition(".")[2])
         if restore is not None:
-            stored = restore(stored, spec)
-        return jnp.array(to_layout(stored, spec), config.dtypes.param_dtype)
+            stored = restore(stored, spec, config)
+        return jnp.array(to_layout(stored, spec), spec.dtype(config.dtypes))
 
-    params_lib.map_specs(check, config)
     params = params_lib.map_specs(load, config)
     params_lib.check_params(params, config)
     return params

@@ -8,7 +8,7 @@ import time
 
 from rich.console import Console
 
-from jaxstate.models import loading, sources
+from jaxstate.models import loading, params, sources
 from jaxstate.serving import machine, terminal
 
 
@@ -64,7 +64,7 @@ def load(model: str, *, dtype: str, cache_dir: pathlib.Path, console: Console) -
     size = machine.weights_bytes(loaded.config)
     terminal.say(
         console,
-        f"loaded {loaded.name}: {loaded.config.num_params / 1e6:,.1f} million weights, "
+        f"loaded {loaded.name}: {params.num_params(loaded.config) / 1e6:,.1f} million weights, "
         f"{size / 1e6:,.0f} MB as {dtype}, in {load_s:.1f} s",
     )
     return LocalModel(loaded=loaded, load_s=load_s)

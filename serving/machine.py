@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxstate.models.config import ModelConfig
+from jaxstate.models.params import num_params
 
 _MATRIX_WIDTH = 2048
 _READ_ROWS = 32_768  # of _MATRIX_WIDTH f32: 268 MB, far more than caches hold
@@ -56,22 +57,32 @@ def measure() -> Machine:
 
 def weights_bytes(model: ModelConfig) -> int:
     """Return the size of all weights."""
-    return model.num_params * jnp.dtype(model.dtypes.param_dtype).itemsize
+    return num_params(model) * jnp.dtype(model.dtypes.param_dtype).itemsize
 
 
 def weights_read_bytes(model: ModelConfig) -> int:
     """Return the bytes of weights that a step reads: all, but few rows of an input embedding."""
     unread = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
-    return (model.num_params - unread) * jnp.dtype(model.dtypes.param_dtype).itemsize
+    return (num_params(model) - unread) * jnp.dtype(model.dtypes.param_dtype).itemsize
 
 
 def forward_flops(model: ModelConfig, context_len: int, num_tokens: int) -> int:
     """Return the operations to forward tokens and score the vocabulary after the last one."""
     matrices = 1 if model.tied_embeddings else 2
-    block_params = model.num_params - matrices * model.vocab_size * model.hidden_size
+    block_params = num_params(model) - matrices * model.vocab_size * model.hidden_size
+    block_params -= _idle_expert_params(model)
     seen = num_tokens * context_len + num_tokens * (num_tokens + 1) // 2
     attention = 4 * seen * model.num_heads * model.head_dim * model.num_layers
     return 2 * block_params * num_tokens + attention + 2 * model.vocab_size * model.hidden_size
+
+
+def _idle_expert_params(model: ModelConfig) -> int:
+    """Count the weights of experts that a token does not go through."""
+    if model.experts is None:
+        return 0
+    routed = sum(layer.routed for layer in model.layers)
+    idle = model.experts.count - model.experts.per_token
+    return routed * idle * 3 * model.hidden_size * model.experts.width
 
 
 def _device_name() -> str:

@@ -19,7 +19,8 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% 
 
 def tiny_config(*, tied: bool = False, linear_factor: float = 1.0) -> models.ModelConfig:
     """Heads wider than the residual stream, grouped queries, a padded vocabulary."""
-    rope = models.RopeConfig(theta=500.0, linear_factor=linear_factor)
+    scaling = None if linear_factor == 1.0 else models.LinearScaling(factor=linear_factor)
+    rope = models.RopeConfig(theta=500.0, scaling=scaling)
     return models.ModelConfig(
         family="llama",
         vocab_size=264,
@@ -76,8 +77,8 @@ def hf_settings(config: models.ModelConfig) -> dict:
     """Describe a configuration as config.json does."""
     rope = config.layers[0].rope
     scaling = None
-    if rope.linear_factor != 1.0:
-        scaling = {"rope_type": "linear", "factor": rope.linear_factor}
+    if rope.scaling is not None:
+        scaling = {"rope_type": "linear", "factor": rope.scaling.factor}
     return {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": config.vocab_size,
@@ -192,9 +193,9 @@ def gguf_metadata(config: models.ModelConfig) -> dict:
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.chat_template": CHAT_TEMPLATE,
     }
-    if rope.linear_factor != 1.0:
+    if rope.scaling is not None:
         values |= {"llama.rope.scaling.type": "linear"}
-        values |= {"llama.rope.scaling.factor": rope.linear_factor}
+        values |= {"llama.rope.scaling.factor": rope.scaling.factor}
     return values
 
 
@@ -277,7 +278,9 @@ def dense_logits(
         k = jnp.repeat(k, config.heads_per_kv_head, axis=1)
         wide_v = jnp.repeat(v, config.heads_per_kv_head, axis=1).astype(jnp.float32)
         scores = jnp.einsum("QND,KND->NQK", q, k, precision="highest") * config.head_dim**-0.5
-        scores = jnp.where(positions[:, None] >= positions, scores, -jnp.inf)
+        distance = positions[:, None] - positions
+        window = config.layers[layer_idx].window or config.max_positions
+        scores = jnp.where((distance >= 0) & (distance < window), scores, -jnp.inf)
         mixed = jnp.einsum("NQK,KND->QND", jax.nn.softmax(scores), wide_v, precision="highest")
         return mixed.astype(v.dtype), state
 

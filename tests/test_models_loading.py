@@ -48,7 +48,7 @@ def test_smollm2_loads_with_its_tokenizer(smollm2_model, smollm2_path):
     model = smollm2_model
     assert model.name == "smollm2-135m"
     assert model.config.vocab_size == model.tokenizer.vocab_size == 49152
-    assert model.config.num_params == 134_515_008
+    assert models.num_params(model.config) == 134_515_008
     assert model.fingerprint == loading.fingerprint(model.config, [smollm2_path])
 
 

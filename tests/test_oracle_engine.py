@@ -19,6 +19,18 @@ SHORT = [
     tiny.ROTATING,
 ]
 LONG = [*SHORT, tiny.GROUPED, tiny.native(tiny.ROTATING)]
+# Several kinds of sliding layers under a sliding stream are the hard case.
+FAMILIES = [
+    tiny.of_family("llama-biases"),
+    tiny.of_family("mistral"),
+    tiny.of_family("mixtral"),
+    tiny.of_family("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    tiny.of_family("qwen3"),
+    tiny.of_family("qwen3_moe-mixed"),
+    tiny.of_family("gemma3_text-scaled"),
+    tiny.of_family("smollm3", use_sliding_window=True, sliding_window=6),
+    tiny.of_family("phi3"),
+]
 EVENTS = (
     "append refused",
     "choose",
@@ -87,6 +99,17 @@ def test_engine_commit_that_no_longer_fits_leaves_the_session_alone():
     )
     checked.query(session, [6], max_new_tokens=2)
     checked.close_all()
+
+
+@pytest.mark.parametrize("setup", FAMILIES, ids=lambda setup: setup.name)
+def test_engine_verbs_equal_history_in_every_family(setup: tiny.Setup):
+    _run(setup, max_examples=4, stateful_step_count=25, derandomize=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("setup", FAMILIES, ids=lambda setup: setup.name)
+def test_engine_verbs_equal_history_in_every_family_for_long(setup: tiny.Setup):
+    _run(setup, max_examples=60, stateful_step_count=50)
 
 
 @pytest.mark.long

@@ -1,118 +1,95 @@
-"""The Llama family: Llama, SmolLM2 and others of the same architecture.
+"""The Llama family: Llama 2 and 3, SmolLM2 and others of the same architecture.
 
-Source: LLaMA (arXiv:2302.13971); grouped-query attention (arXiv:2305.13245).
+GGUF files of Mistral and Mixtral carry this name as well.
+
+Source: LLaMA (arXiv:2302.13971, arXiv:2407.21783); grouped-query attention (arXiv:2305.13245).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from jaxstate.models.config import DtypePolicy, LayerConfig, ModelConfig
-from jaxstate.models.families import base
+from jaxstate.models.config import DtypePolicy, ExpertConfig, LayerConfig, ModelConfig
+from jaxstate.models.families import base, rotary
 from jaxstate.models.fields import Fields
+from jaxstate.models.gguf_file import GgufFile
 from jaxstate.models.weights import WeightLayout
 
 _NAME = "llama"
+_THETA = 10_000.0
 
-# Set by relatives of this architecture that share its name in GGUF files (experts, scaled
-# residuals, windows); reading such a file as plain Llama would give wrong numbers silently.
+# Set by relatives of this architecture that share its name in GGUF files (scaled residuals,
+# clamped values); reading such a file as plain Llama would give wrong numbers silently.
 _UNSUPPORTED_GGUF = (
     "attention.clamp_kqv",
     "attention.scale",
     "attention.sliding_window",
     "embedding_scale",
-    "expert_count",
     "logit_scale",
     "residual_scale",
-    "rope.scaling.attn_factor",
 )
 
 
 def config_from_hf(fields: Fields, dtypes: DtypePolicy) -> ModelConfig:
-    """Read a config.json; defaults are those of Hugging Face's LlamaConfig.
-
-    Raises:
-      ValueError: a size is missing or impossible, or a feature is not supported (biases, another
-        activation, quantized weights, windows, a rope scaling other than linear).
-    """
+    """Read a config.json; defaults are those of Hugging Face's LlamaConfig."""
     fields.require("hidden_act", "silu")
-    fields.require("attention_bias", False)
-    fields.require("mlp_bias", False)
-    fields.require("quantization_config")
     fields.require("sliding_window")
-    hidden_size = fields.count("hidden_size")
-    num_heads = fields.count("num_attention_heads")
+    bias = fields.flag("attention_bias", False)
     return ModelConfig(
         family=_NAME,
-        vocab_size=fields.count("vocab_size"),
-        hidden_size=hidden_size,
-        mlp_width=fields.count("intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=fields.count("num_key_value_heads", num_heads),
-        head_dim=fields.count("head_dim", hidden_size // num_heads),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        max_positions=fields.count("max_position_embeddings", 2048),
-        layers=_layers(fields.count("num_hidden_layers"), base.rope_from_hf(fields, 10_000.0)),
-        tied_embeddings=fields.flag("tie_word_embeddings", False),
+        **base.sizes_from_hf(fields, rms_norm_eps=1e-6, max_positions=2048),
+        layers=base.same_layers(
+            fields.count("num_hidden_layers"), rotary.rope_from_hf(fields, theta=_THETA)
+        ),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", False),
         dtypes=dtypes,
     )
 
 
-def config_from_gguf(
-    fields: Fields, tensor_names: Collection[str], dtypes: DtypePolicy
-) -> ModelConfig:
-    """Read GGUF metadata; the embedding is tied where the file has no output matrix.
-
-    Raises:
-      ValueError: a size is missing or impossible, or a feature is not supported (experts, scaled
-        residuals, windows, a rope scaling other than linear).
-    """
+def config_from_gguf(file: GgufFile, dtypes: DtypePolicy) -> ModelConfig:
+    """Read GGUF metadata; biases and experts are there where their tensors are."""
     for key in _UNSUPPORTED_GGUF:
-        fields.require(f"{_NAME}.{key}", 0)
-    fields.require(f"{_NAME}.attention.causal", True)
-    if "rope_freqs.weight" in tensor_names:
-        raise ValueError(
-            f"{fields.origin}: expected no tensor rope_freqs.weight, got one: rope scaling of "
-            "Llama 3.1 and later is not supported; use another model"
-        )
-
-    def count(key, default=None):
-        return fields.count(f"{_NAME}.{key}", default)
-
-    hidden_size, num_heads = count("embedding_length"), count("attention.head_count")
-    head_dim = count("attention.key_length", hidden_size // num_heads)
-    fields.require(f"{_NAME}.attention.value_length", head_dim)
-    fields.require(f"{_NAME}.rope.dimension_count", head_dim)
-    tokens = fields.values.get("tokenizer.ggml.tokens")
+        file.fields.require(f"{_NAME}.{key}", 0)
+    experts = _experts(file)
+    layer = LayerConfig(
+        rope=rotary.rope_from_gguf(file, _NAME, theta=_THETA), routed=experts is not None
+    )
     return ModelConfig(
         family=_NAME,
-        vocab_size=count("vocab_size", len(tokens) if isinstance(tokens, list) else None),
-        hidden_size=hidden_size,
-        mlp_width=count("feed_forward_length"),
-        num_heads=num_heads,
-        num_kv_heads=count("attention.head_count_kv", num_heads),
-        head_dim=head_dim,
-        rms_norm_eps=fields.number(f"{_NAME}.attention.layer_norm_rms_epsilon"),
-        max_positions=count("context_length"),
-        layers=_layers(count("block_count"), base.rope_from_gguf(fields, _NAME, 10_000.0)),
-        tied_embeddings=base.GGUF_NAMES["lm_head"] not in tensor_names,
+        **base.sizes_from_gguf(file, _NAME),
+        layers=(layer,) * file.fields.count(f"{_NAME}.block_count"),
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        out_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
+        experts=experts,
         dtypes=dtypes,
     )
 
 
-def _layers(num_layers: int, rope) -> tuple[LayerConfig, ...]:
-    return (LayerConfig(rope=rope),) * num_layers
+def _experts(file: GgufFile) -> ExpertConfig | None:
+    if not file.fields.values.get(f"{_NAME}.expert_count"):
+        return None
+    return ExpertConfig(
+        count=file.fields.count(f"{_NAME}.expert_count"),
+        per_token=file.fields.count(f"{_NAME}.expert_used_count"),
+        width=file.fields.count(f"{_NAME}.feed_forward_length"),
+        normalize=True,
+    )
 
 
 FAMILY = base.Family(
     name=_NAME,
-    hf_architectures=("LlamaForCausalLM",),
-    config_from_hf=config_from_hf,
-    config_from_gguf=config_from_gguf,
-    # Old checkpoints carry the rotary frequencies.
-    hf=WeightLayout(names=base.HF_NAMES, ignored=("*.rotary_emb.inv_freq",)),
-    gguf=WeightLayout(
-        names=base.GGUF_NAMES,
-        restore={"wq": base.half_split_rows, "wk": base.half_split_rows},
+    hf=base.HuggingFace(
+        architectures=("LlamaForCausalLM",),
+        config=config_from_hf,
+        # Old checkpoints carry the rotary frequencies.
+        layout=WeightLayout(names=base.HF_NAMES, ignored=("*.rotary_emb.inv_freq",)),
+    ),
+    gguf=base.Gguf(
+        architecture=_NAME,
+        config=config_from_gguf,
+        layout=WeightLayout(
+            names=base.GGUF_NAMES, restore=base.INTERLEAVED, ignored=("rope_freqs.weight",)
+        ),
     ),
 )

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxstate.models.config import ModelConfig, RopeConfig
+from jaxstate.models.config import ModelConfig
+from jaxstate.models.rope import LinearScaling, RopeConfig
 
 Context = tuple[int, ...]
 
@@ -162,20 +163,28 @@ class History:
           columns: (layer index, new k, new v) to the k, v of all columns.
         """
         config, eps = self.config, self.config.rms_norm_eps
-        x = self._embed[np.asarray(token_ids, np.int64)]
+        x = self._embed[np.asarray(token_ids, np.int64)] * np.float32(config.embed_scale)
         all_keys, all_values = [], []
         for layer_idx, (layer, weights) in enumerate(zip(config.layers, self._layers, strict=True)):
             normed = _rms_norm(x, weights["attn_norm"], eps)
-            q, k, v = (_product(normed, weights[name]) for name in ("wq", "wk", "wv"))
+            q, k, v = (_product(normed, weights[f"w{n}"]) + weights.get(f"b{n}", 0) for n in "qkv")
+            if config.qk_norm:
+                q = _rms_norm(q, weights["q_norm"], eps)
+                k = _rms_norm(k, weights["k_norm"], eps)
             all_keys.append(k)
             all_values.append(v)
             visible = seen if layer.window is None else seen & (distances < layer.window)
+            q = q * np.float32(config.query_scale)
             mixed = _attend(q, *columns(layer_idx, k, v), visible, distances, layer.rope)
-            x = x + _product(mixed.reshape(len(x), -1), _flat(weights["wo"]))
+            mixed = _product(mixed.reshape(len(x), -1), _flat(weights["wo"])) + weights.get("bo", 0)
+            if config.post_norms:
+                mixed = _rms_norm(mixed, weights["post_attn_norm"], eps)
+            x = x + mixed
             normed = _rms_norm(x, weights["mlp_norm"], eps)
-            gate = _product(normed, weights["w_gate"])
-            up = _product(normed, weights["w_up"])
-            x = x + _product(gate / (1 + np.exp(-gate)) * up, weights["w_down"])
+            mixed = (_mixture if layer.routed else _mlp)(config, normed, weights)
+            if config.post_norms:
+                mixed = _rms_norm(mixed, weights["post_mlp_norm"], eps)
+            x = x + mixed
         logits = _rms_norm(x, self._final_norm, eps) @ self._output.T
         return logits, np.stack(all_keys, axis=1), np.stack(all_values, axis=1)
 
@@ -223,8 +232,13 @@ def _attend(q, k, v, visible, distances, rope: RopeConfig) -> np.ndarray:
 
 def _turns(positions: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Return e^{i position frequency}, [..., head_dim / 2]."""
-    pairs = np.arange(head_dim // 2)
-    frequencies = rope.theta ** (-2 * pairs / head_dim) / rope.linear_factor
+    turning = head_dim if rope.rotary_dim is None else rope.rotary_dim
+    frequencies = np.zeros(head_dim // 2)
+    for pair in range(turning // 2):
+        frequencies[pair] = rope.theta ** (-2 * pair / turning)
+    if rope.scaling is not None:
+        assert isinstance(rope.scaling, LinearScaling), "the reference knows no other scaling"
+        frequencies /= rope.scaling.factor
     return np.exp(1j * positions[..., None] * frequencies)
 
 
@@ -236,6 +250,38 @@ def _to_complex(x: np.ndarray) -> np.ndarray:
 
 def _to_real(x: np.ndarray) -> np.ndarray:
     return np.concatenate([x.real, x.imag], axis=-1)
+
+
+def _mlp(config: ModelConfig, x: np.ndarray, weights: dict[str, np.ndarray]) -> np.ndarray:
+    gate = _product(x, weights["w_gate"]) + weights.get("b_gate", 0)
+    up = _product(x, weights["w_up"]) + weights.get("b_up", 0)
+    return _product(_activation(config, gate) * up, weights["w_down"]) + weights.get("b_down", 0)
+
+
+def _mixture(config: ModelConfig, x: np.ndarray, weights: dict[str, np.ndarray]) -> np.ndarray:
+    """Send every token alone through the experts with the highest scores."""
+    experts = config.experts
+    assert experts is not None
+    scores = _product(x, weights["router"]).astype(np.float64)
+    shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    shares /= shares.sum(axis=-1, keepdims=True)
+    out = np.zeros_like(x)
+    for token, share in enumerate(shares):
+        chosen = np.argsort(-share, kind="stable")[: experts.per_token]
+        total = share[chosen].sum() if experts.normalize else 1.0
+        for expert in chosen:
+            gate = x[token] @ weights["experts_gate"][expert]
+            inner = _activation(config, gate) * (x[token] @ weights["experts_up"][expert])
+            out[token] += np.float32(share[expert] / total) * (
+                inner @ weights["experts_down"][expert]
+            )
+    return out
+
+
+def _activation(config: ModelConfig, x: np.ndarray) -> np.ndarray:
+    if config.activation == "gelu_tanh":
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return x / (1 + np.exp(-x))
 
 
 def _rms_norm(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:

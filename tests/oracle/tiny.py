@@ -6,15 +6,20 @@ import dataclasses
 import functools
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_models
 
 from jaxstate import engine as engine_module
 from jaxstate.config import EngineConfig
 from jaxstate.engine import Engine
 from jaxstate.executor import Executor
-from jaxstate.models.config import LayerConfig, ModelConfig, RopeConfig
+from jaxstate.models import registry
+from jaxstate.models.config import DtypePolicy, LayerConfig, ModelConfig
+from jaxstate.models.fields import Fields
 from jaxstate.models.params import Params, init_params, map_specs
+from jaxstate.models.rope import LinearScaling, RopeConfig
 from jaxstate.state import StepShape
 
 ONE = StepShape(num_tokens=1, block_tokens=1, num_rows=1)
@@ -23,7 +28,7 @@ SIXTEEN = StepShape(num_tokens=16, block_tokens=16, num_rows=4)
 SIXTEEN_IN_BLOCKS = StepShape(num_tokens=16, block_tokens=4, num_rows=4)
 
 NEAR = RopeConfig(theta=30.0)
-FAR = RopeConfig(theta=1e4, linear_factor=2.0)
+FAR = RopeConfig(theta=1e4, scaling=LinearScaling(factor=2.0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +121,19 @@ ROTATING = Setup(
 """Few positions, so that a sliding session passes many rotation epochs; a pool that runs full."""
 
 
+def of_family(name: str, **changes) -> Setup:
+    """Return a setup of a model family, as its own file reads a tiny config.json.
+
+    Args:
+      name: of plain_models.CONFIGS.
+      changes: of the config.json.
+    """
+    settings = plain_models.config_of(name) | {"head_dim": 16} | changes
+    form = registry.hf_format(settings["architectures"])
+    model = form.config(Fields(settings, name), DtypePolicy())
+    return native(dataclasses.replace(WINDOWED, name=name, model=model))
+
+
 def native(setup: Setup) -> Setup:
     """Return the setup with the attention that an engine takes by itself on this machine."""
     sizes = dataclasses.replace(setup.sizes, implementation="auto", stretch_cells=None)
@@ -129,21 +147,19 @@ def params_of(setup: Setup) -> Params:
     params = init_params(setup.model, seed=3)
 
     def scale(path, spec):
-        if spec.fan_in:
-            return 1.0
-        spread = rng.uniform(0.5, 1.5, spec.shape)
+        spread = rng.uniform(0.5, 1.5, spec.shape) if spec.kind == "norm" else 1.0
         return spread * (4.0 if path == "final_norm" else 1.0)
 
-    scales = map_specs(scale, setup.model)
-    return _times(params, scales)
+    def offset(_, spec):
+        return rng.uniform(-0.5, 0.5, spec.shape) if spec.kind == "bias" else 0.0
 
-
-def _times(params, scales):
-    if isinstance(params, dict):
-        return {name: _times(params[name], scales[name]) for name in params}
-    if isinstance(params, tuple):
-        return tuple(_times(*pair) for pair in zip(params, scales, strict=True))
-    return (params * jnp.asarray(scales, params.dtype)).astype(params.dtype)
+    scales, offsets = map_specs(scale, setup.model), map_specs(offset, setup.model)
+    return jax.tree.map(
+        lambda weight, by, to: (weight * jnp.asarray(by, weight.dtype) + to).astype(weight.dtype),
+        params,
+        scales,
+        offsets,
+    )
 
 
 @functools.cache
