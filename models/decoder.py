@@ -59,10 +59,11 @@ def _block(layer: Params, config: ModelConfig, layer_idx: int, x, attend: Attend
     if config.qk_norm:
         q = rms_norm(q, layer["q_norm"], eps, dtypes)
         k = rms_norm(k, layer["k_norm"], eps, dtypes)
-    # Kept keys are rotated but never scaled: what a rope multiplies both by goes to the query.
-    query_scale = config.query_scale * config.layers[layer_idx].rope.attention_factor ** 2
-    if query_scale != 1.0:
-        q = q * jnp.asarray(query_scale, q.dtype)
+    if config.query_scale != 1.0:
+        q = q * jnp.asarray(config.query_scale, q.dtype)
+    factors = config.layers[layer_idx].rope.query_factors(config.head_dim)
+    if factors is not None:
+        q = q * jnp.asarray(factors, q.dtype)
     with jax.named_scope("attention"):
         mixed, state = attend(layer_idx, q, k, v, state)
     mixed = add_bias(project(mixed, layer["wo"], 2, dtypes), layer.get("bo"))

@@ -54,7 +54,7 @@ class YarnScaling:
       beta_fast, beta_slow: turns over the original context above which a pair is kept, and below
         which it is divided.
       original_max_positions: context length before the extension, in tokens.
-      attention_factor: queries and keys are both multiplied by this.
+      attention_factor: what turns of queries and keys is multiplied by this.
       truncate: whether the edges of the passage are rounded to whole pairs.
 
     Source: arXiv:2309.00071.
@@ -98,7 +98,7 @@ class FactorScaling:
 
     Attributes:
       factors: [pairs] divisors.
-      attention_factor: queries and keys are both multiplied by this.
+      attention_factor: what turns of queries and keys is multiplied by this.
 
     Source: arXiv:2402.13753.
     """
@@ -141,7 +141,16 @@ class RopeConfig:
         still = np.zeros((head_dim - rotary_dim) // 2)
         return np.concatenate([frequencies, still]).astype(np.float32)
 
-    @property
-    def attention_factor(self) -> float:
-        """What rotated queries and keys are both multiplied by."""
-        return getattr(self.scaling, "attention_factor", 1.0)
+    def query_factors(self, head_dim: int) -> np.ndarray | None:
+        """Return what queries are multiplied by, [head_dim] f32, or None for nothing.
+
+        Some scalings multiply what turns of queries and keys by a factor. Kept keys are rotated
+        but never scaled here, so queries take both.
+        """
+        factor = getattr(self.scaling, "attention_factor", 1.0)
+        rotary_dim = head_dim if self.rotary_dim is None else self.rotary_dim
+        if factor == 1.0 or not rotary_dim:
+            return None
+        half = np.ones(head_dim // 2)
+        half[: rotary_dim // 2] = factor**2
+        return np.tile(half, 2).astype(np.float32)
