@@ -1,53 +1,66 @@
-"""A GGUF file, memory-mapped: its metadata and its tensors by name."""
+"""A GGUF model, memory-mapped: its metadata and its tensors by name."""
 
 from __future__ import annotations
 
 import functools
 import pathlib
+import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import gguf
 import numpy as np
 
+from jaxstate.models import gguf_tables, host_memory
 from jaxstate.models.fields import Fields
+from jaxstate.models.gguf_tables import GgufTensor
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
+_SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_BLOCK_NUMBERS = 1 << 22  # dequantized at a time where another dtype than f32 is wanted
 
 
 class GgufFile:
-    """Metadata and tensors of one GGUF file.
+    """Metadata and tensors of one GGUF file, or of a model split into several.
 
     Opening parses the tables at the front; tensors are read when asked for.
 
     Attributes:
-      path: the file.
+      path: the file, the first one of several.
+      paths: all files of the model.
       metadata: value by key, as Python numbers, strings, booleans and lists.
-      tensors: gguf.ReaderTensor by name; their data are views of the mapped file.
+      tensors: by name; their data are views of the mapped files.
     """
 
     def __init__(self, path: str | pathlib.Path):
-        """Open and parse the file.
+        """Open and parse the file, with those that `…-00001-of-00003.gguf` stands for.
 
         Raises:
-          FileNotFoundError: nothing is there.
+          OSError: nothing is there, or it cannot be opened.
           ValueError: no GGUF file, of a version other than 2 and 3, big-endian, truncated or
-            damaged.
+            damaged, or other parts of the model are missing.
         """
         self.path = pathlib.Path(path)
-        _check_header(self.path)
-        try:
-            with np.errstate(over="raise"):
-                reader = _BoundedReader(self.path)
-        except (ValueError, IndexError, KeyError, ArithmeticError) as error:
+        self._contents: list[np.memmap] = []
+        self.metadata: Mapping[str, Any]
+        self.metadata, self.tensors = self._open(self.path)
+        self.paths = self._parts()
+        for part in self.paths[1:]:
+            metadata, tensors = self._open(part)
+            if metadata.get("split.no") != len(self._contents) - 1 or tensors.keys() & self.tensors:
+                raise ValueError(
+                    f"{part}: expected part {len(self._contents)} of {self.path.name}, got another "
+                    "file; fetch all parts again"
+                )
+            self.tensors |= tensors
+        expected = self.metadata.get("split.tensors.count", len(self.tensors))
+        if len(self.tensors) != expected:
             raise ValueError(
-                f"{self.path}: expected a complete GGUF file, got one that cannot be parsed "
-                f"({error}); it is truncated or damaged, fetch it again"
-            ) from error
-        self.metadata: Mapping[str, Any] = _Metadata(self.path, reader.fields)
-        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+                f"{self.path}: split.tensors.count: expected {expected} tensors in all parts, got "
+                f"{len(self.tensors)}; fetch all parts again"
+            )
 
     @functools.cached_property
     def fields(self) -> Fields:
@@ -57,69 +70,71 @@ class GgufFile:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape by tensor name, outermost dimension first (GGUF lists it last)."""
-        return {
-            name: tuple(int(length) for length in reversed(tensor.shape))
-            for name, tensor in self.tensors.items()
-        }
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
 
-    def read(self, name: str) -> np.ndarray:
-        """Return a tensor in f32, dequantized; it may be a view of the mapped file.
+    def read(self, name: str, dtype: Any = np.float32) -> np.ndarray:
+        """Return a tensor, dequantized; it may be a view of the mapped file.
 
         Raises:
           ValueError: the tensor has an encoding that cannot be dequantized.
         """
+        for content in self._contents:
+            host_memory.release(content)  # of the tensors before; their reader is done with them
         tensor = self.tensors[name]
         try:
-            return gguf.dequantize(np.asarray(tensor.data), tensor.tensor_type)
+            if dtype == np.float32:
+                return gguf.dequantize(tensor.data, tensor.encoding)
+            return _dequantize_into(np.empty(tensor.shape, dtype), tensor)
         except NotImplementedError as error:
             raise ValueError(
                 f"{self.path}: tensor {name}: expected an encoding that can be dequantized, got "
-                f"{tensor.tensor_type.name}; use another quantization of the model"
+                f"{tensor.encoding.name}; use another quantization of the model"
             ) from error
 
-
-class _BoundedReader(gguf.GGUFReader):
-    """The library's reader, made to stop at the end of the file.
-
-    The library slices past the end without notice, and a damaged length of an array would keep
-    it appending empty values for ever. Slicing a plain view of the map also parses a vocabulary
-    in a third of the time that slicing the memmap takes.
-    """
-
-    _bytes: np.ndarray | None = None
-
-    def _get(self, offset, dtype, count=1, override_order=None):
-        if self._bytes is None:
-            self._bytes = np.asarray(self.data)
-        end = int(offset) + np.dtype(dtype).itemsize * int(count)
-        if end > self._bytes.size:
-            raise ValueError(f"needs {end} bytes, has {self._bytes.size}")
-        values = self._bytes[int(offset) : end].view(dtype)
-        return values.view(values.dtype.newbyteorder(override_order or self.byte_order))
-
-
-class _Metadata(Mapping[str, Any]):
-    """Values decoded on access: vocabularies are long, and most readers want a few numbers."""
-
-    def __init__(self, path: pathlib.Path, fields: Mapping[str, gguf.ReaderField]):
-        self._path = path
-        self._fields = fields
-
-    def __getitem__(self, key: str) -> Any:
-        field = self._fields[key]
+    def _open(self, path: pathlib.Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+        _check_header(path)
+        content = np.memmap(path, np.uint8, "r")
+        self._contents.append(content)
         try:
-            return field.contents()
-        except UnicodeDecodeError as error:
+            return gguf_tables.parse(content)
+        except ValueError as error:
             raise ValueError(
-                f"{self._path}: {key}: expected UTF-8 text, got other bytes; the file is "
-                "damaged, fetch it again"
+                f"{path}: expected a complete GGUF file, got one that cannot be parsed "
+                f"({error}); it is truncated or damaged, fetch it again"
             ) from error
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
+    def _parts(self) -> tuple[pathlib.Path, ...]:
+        """Return the files of the model, which the metadata count and the name spells out."""
+        count, number = self.metadata.get("split.count", 0), self.metadata.get("split.no", 0)
+        if count in (0, 1):
+            return (self.path,)
+        name = _SPLIT_NAME.fullmatch(self.path.name)
+        if number != 0 or not name or int(name[2]) != 1 or int(name[3]) != count:
+            raise ValueError(
+                f"{self.path}: split.no: expected 0 in a file called …-00001-of-<count>.gguf, got "
+                f"{number} of {count} parts; give the first part by the name it was published with"
+            )
+        parts = [
+            self.path.with_name(f"{name[1]}-{part:05}-of-{name[3]}.gguf")
+            for part in range(1, int(name[3]) + 1)
+        ]
+        for part in parts:
+            if not part.is_file():
+                raise ValueError(
+                    f"{self.path}: expected {part.name} beside it, got no such file; fetch all "
+                    f"{count} parts"
+                )
+        return tuple(parts)
 
-    def __len__(self) -> int:
-        return len(self._fields)
+
+def _dequantize_into(out: np.ndarray, tensor: GgufTensor) -> np.ndarray:
+    """Dequantize piece by piece, so that a large tensor never exists in f32 as well."""
+    rows = out.reshape(-1, out.shape[-1])
+    data = tensor.data.reshape(rows.shape[0], -1)
+    step = max(_BLOCK_NUMBERS // out.shape[-1], 1)
+    for begin in range(0, rows.shape[0], step):
+        rows[begin : begin + step] = gguf.dequantize(data[begin : begin + step], tensor.encoding)
+    return out
 
 
 def _check_header(path: pathlib.Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pathlib
 
+import numpy as np
+
 from jaxstate.models import registry, weights
 from jaxstate.models.config import DtypePolicy, ModelConfig
 from jaxstate.models.gguf_file import GgufFile
@@ -26,10 +28,15 @@ def load_gguf(
         is not supported, or its tensors do not fit its configuration.
     """
     file = source if isinstance(source, GgufFile) else GgufFile(source)
-    file.fields.require("split.count", 0, 1)
     form = registry.gguf_format(file.fields.text("general.architecture"))
     config = form.config(file, dtypes or DtypePolicy())
+
+    def read(name: str) -> np.ndarray:
+        # Vectors stay f32 until they are in memory: families add to norms.
+        is_vector = len(file.tensors[name].shape) == 1
+        return file.read(name, np.float32 if is_vector else config.dtypes.param_dtype)
+
     params = weights.assemble(
-        config, form.layout, shapes=file.shapes, read=file.read, origin=str(file.path)
+        config, form.layout, shapes=file.shapes, read=read, origin=str(file.path)
     )
     return config, params

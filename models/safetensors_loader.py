@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 import pathlib
-from typing import Any
 
+import ml_dtypes
 import numpy as np
 import safetensors
 
 from jaxstate.models import fields as fields_lib
-from jaxstate.models import registry, weights
+from jaxstate.models import host_memory, registry, weights
 from jaxstate.models.config import DtypePolicy, ModelConfig
 from jaxstate.models.fields import Fields
 from jaxstate.models.params import Params
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_DTYPES = ("F32", "F16", "BF16")
+_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
 def load_safetensors(
@@ -38,14 +38,13 @@ def load_safetensors(
     fields = Fields(fields_lib.read_json(directory / "config.json"), str(directory / "config.json"))
     form = registry.hf_format(_architectures(fields))
     config = form.config(fields, dtypes or DtypePolicy())
-    with contextlib.ExitStack() as stack:
-        tensors = _Tensors()
-        for path in weight_files(directory):
-            tensors.add(path, stack)
-        tensors.check_index(directory)
-        params = weights.assemble(
-            config, form.layout, shapes=tensors.shapes, read=tensors.read, origin=str(directory)
-        )
+    tensors = _Tensors()
+    for path in weight_files(directory):
+        tensors.add(path)
+    tensors.check_index(directory)
+    params = weights.assemble(
+        config, form.layout, shapes=tensors.shapes, read=tensors.read, origin=str(directory)
+    )
     return config, params
 
 
@@ -74,53 +73,81 @@ def weight_files(directory: pathlib.Path) -> tuple[pathlib.Path, ...]:
 
 
 class _Tensors:
-    """The tensors of several open safetensors files."""
+    """The tensors of several safetensors files, mapped into memory."""
 
     def __init__(self):
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, Any] = {}
-        self._paths: dict[str, pathlib.Path] = {}
+        self._shards: dict[str, _Shard] = {}
+        self._last: _Shard | None = None
 
-    def add(self, path: pathlib.Path, stack: contextlib.ExitStack) -> None:
-        """Open a file until `stack` closes, and list its tensors."""
-        try:
-            file = stack.enter_context(safetensors.safe_open(path, framework="np"))
-        except safetensors.SafetensorError as error:
-            raise ValueError(
-                f"{path}: expected a complete safetensors file, got one that cannot be read "
-                f"({error}); it is truncated or damaged, fetch it again"
-            ) from error
-        for name in file.keys():
-            if name in self._files:
+    def add(self, path: pathlib.Path) -> None:
+        """Map a file and list its tensors."""
+        shard = _Shard(path)
+        for name, shape in shard.shapes.items():
+            if name in self._shards:
                 raise ValueError(
                     f"{path}: tensor {name}: expected it in one shard, got it again after "
-                    f"{self._paths[name].name}; fetch the model again"
+                    f"{self._shards[name].path.name}; fetch the model again"
                 )
-            self.shapes[name] = tuple(file.get_slice(name).get_shape())
-            self._files[name] = file
-            self._paths[name] = path
+            self.shapes[name] = shape
+            self._shards[name] = shard
 
     def check_index(self, directory: pathlib.Path) -> None:
         """Check that every tensor of the index, if there is one, is in the shard it names."""
         index = directory / INDEX_FILE
         if (directory / SINGLE_FILE).is_file():
             return
-        for name, shard in _weight_map(index).items():
-            if name not in self._paths or self._paths[name].name != shard:
+        for name, file_name in _weight_map(index).items():
+            if name not in self._shards or self._shards[name].path.name != file_name:
                 raise ValueError(
-                    f"{index}: tensor {name}: expected it in {shard}, got a shard without it; "
+                    f"{index}: tensor {name}: expected it in {file_name}, got a shard without it; "
                     "fetch the model again"
                 )
 
     def read(self, name: str) -> np.ndarray:
-        """Return one tensor as stored."""
-        dtype = self._files[name].get_slice(name).get_dtype()
-        if dtype not in _DTYPES:
+        """Return one tensor as stored, a view of the file; it is done with at the next call."""
+        if self._last is not None:
+            host_memory.release(self._last.content)
+        self._last = self._shards[name]
+        return self._last.view(name)
+
+
+class _Shard:
+    """One safetensors file, mapped.
+
+    Attributes:
+      path: of the file.
+      shapes: by tensor name.
+      content: all bytes of the file.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        """Open a file that the library finds whole: it checks the table against the file's size."""
+        self.path = path
+        try:
+            with safetensors.safe_open(path, framework="np"):
+                pass
+        except safetensors.SafetensorError as error:
             raise ValueError(
-                f"{self._paths[name]}: tensor {name}: expected {', '.join(_DTYPES)}, got {dtype}; "
-                "use an unquantized copy of the model"
+                f"{path}: expected a complete safetensors file, got one that cannot be read "
+                f"({error}); it is truncated or damaged, fetch it again"
+            ) from error
+        self.content = np.memmap(path, np.uint8, "r")
+        self._begin = 8 + int.from_bytes(self.content[:8].tobytes(), "little")
+        self._table = json.loads(self.content[8 : self._begin].tobytes())
+        self._table.pop("__metadata__", None)
+        self.shapes = {name: tuple(entry["shape"]) for name, entry in self._table.items()}
+
+    def view(self, name: str) -> np.ndarray:
+        """Return a tensor where it lies."""
+        entry = self._table[name]
+        if entry["dtype"] not in _DTYPES:
+            raise ValueError(
+                f"{self.path}: tensor {name}: expected {', '.join(_DTYPES)}, got "
+                f"{entry['dtype']}; use an unquantized copy of the model"
             )
-        return self._files[name].get_tensor(name)
+        begin, end = (self._begin + offset for offset in entry["data_offsets"])
+        return self.content[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:

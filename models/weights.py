@@ -7,9 +7,9 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping
 
-import jax.numpy as jnp
 import numpy as np
 
+from jaxstate.models import host_memory
 from jaxstate.models import params as params_lib
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.params import Params, ParamSpec
@@ -177,7 +177,7 @@ def assemble(
         restore = layout.restore.get(path.rpartition(".")[2])
         if restore is not None:
             stored = restore(stored, spec, config)
-        return jnp.array(to_layout(stored, spec), spec.dtype(config.dtypes))
+        return host_memory.place(to_layout(stored, spec), spec.dtype(config.dtypes))
 
     params = params_lib.map_specs(load, config)
     params_lib.check_params(params, config)

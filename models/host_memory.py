@@ -1,0 +1,37 @@
+"""Host memory while weights are loaded: no page and no copy stays longer than it is needed."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import jax
+import numpy as np
+
+_ALIGNMENT = 64  # from which JAX on CPU takes over a buffer instead of copying it
+
+
+def release(content: np.memmap) -> None:
+    """Give back the memory of all pages of a mapped file that were touched.
+
+    They would count as this process's memory until the file is unmapped. Views stay valid: what is
+    touched again is read again. Systems without madvise reclaim such pages by themselves.
+    """
+    base = content.base
+    if isinstance(base, mmap.mmap) and hasattr(base, "madvise"):
+        base.madvise(mmap.MADV_DONTNEED)
+
+
+def place(values: np.ndarray, dtype: Any) -> jax.Array:
+    """Put values on the default device in one pass: cast, made contiguous and never held twice.
+
+    Args:
+      values: any shape, dtype and strides; copied.
+    """
+    dtype = np.dtype(dtype)
+    num_bytes = values.size * dtype.itemsize
+    buffer = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    begin = -buffer.ctypes.data % _ALIGNMENT
+    out = buffer[begin : begin + num_bytes].view(dtype).reshape(values.shape)
+    out[...] = values
+    return jax.device_put(out)
