@@ -21,6 +21,7 @@ from jaxstate.executor import Executor, Progress
 from jaxstate.generation import Request, RequestOptions
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.params import Params
+from jaxstate.models.sharding import Sharding
 from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.pages import Pages
 from jaxstate.session import PaidTail, Session, WhenFull
@@ -40,6 +41,7 @@ class Engine:
         config: EngineConfig,
         *,
         tokenizer: Tokenizer | None = None,
+        sharding: Sharding | None = None,
         progress: Progress | None = None,
     ):
         """Allocate the pool and compile all steps.
@@ -47,6 +49,7 @@ class Engine:
         Args:
           params: weights, tree of `param_specs(model)`; check them with `check_params` first.
           tokenizer: turns answers into text; without one, answers are token ids only.
+          sharding: `Sharding.of(model, mesh)` spreads weights and pool over several devices.
           progress: called after each compilation, see `executor.Progress`.
         Raises:
           ValueError: the engine's sizes do not fit the model.
@@ -54,7 +57,7 @@ class Engine:
         config.check_model(model)
         self.model = model
         self.config = config
-        self.executor = Executor(params, model, config, progress=progress)
+        self.executor = Executor(params, model, config, sharding=sharding, progress=progress)
         self.pages = Pages(config.num_pages, config.page_size)
         self._tokenizer = tokenizer
         self._sessions: dict[str, Session] = {}

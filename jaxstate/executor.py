@@ -23,6 +23,7 @@ from jaxstate.kernels_pallas import dispatch
 from jaxstate.kernels_pallas.gate_scan_xla import GateSummary
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.params import Params
+from jaxstate.models.sharding import Sharding, place
 from jaxstate.rows import Group
 from jaxstate.sampling import Sampling
 from jaxstate.state import StepShape, init_pool
@@ -72,6 +73,7 @@ class Executor:
         model: ModelConfig,
         config: EngineConfig,
         *,
+        sharding: Sharding | None = None,
         progress: Progress | None = None,
     ):
         """Allocate the pool and compile every executable, so that nothing compiles later."""
@@ -86,11 +88,14 @@ class Executor:
         self.config = config
         self.tokens_forwarded = 0
         self.steps = 0
-        self._params = params
-        self._pool = init_pool(model, config.num_pages, config.page_size)
+        self._sharding = sharding
+        self._everywhere = None if sharding is None else sharding.named()
+        self._params = params if sharding is None else place(params, model, sharding)
+        self._pool = init_pool(model, config.num_pages, config.page_size, sharding)
         words = -(-model.vocab_size // 32)
-        self._allowed_bits = jnp.full((1, words), 0xFFFFFFFF, jnp.uint32)
-        self._no_bias = jnp.zeros(model.vocab_size, jnp.float32)
+        everywhere = self._everywhere
+        self._allowed_bits = jnp.full((1, words), 0xFFFFFFFF, jnp.uint32, device=everywhere)
+        self._no_bias = jnp.zeros(model.vocab_size, jnp.float32, device=everywhere)
         self._steps: dict[StepShape, Any] = {}
         self._calls: dict[tuple, Any] = {}
         self._compile(progress)
@@ -188,20 +193,29 @@ class Executor:
 
     def _compile_step(self, shape: StepShape):
         function = functools.partial(
-            step, config=self.model, shape=shape, implementation=self.implementation
-        )
+            step, config=self.model, shape=shape, implementation=self.implementation,
+            sharding=self._sharding,
+        )  # fmt: skip
         packed = rows_module.pack([], shape, self.config)
-        abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype),
-            (self._params, self._pool, packed, self._allowed_bits),
-        )
-        return jax.jit(function, donate_argnums=(1,)).lower(*abstract).compile()
+
+        def abstract(x):
+            placed = getattr(x, "sharding", None) if self._sharding else None
+            return self._abstract(x.shape, x.dtype, placed)
+
+        args = jax.tree.map(abstract, (self._params, self._pool, packed, self._allowed_bits))
+        placed = None
+        if self._sharding is not None:
+            placed = (jax.tree.map(lambda x: x.sharding, self._pool), self._everywhere)
+        jitted = jax.jit(function, donate_argnums=(1,), out_shardings=placed)
+        return jitted.lower(*args).compile()
+
+    def _abstract(self, shape: tuple[int, ...], dtype, placed=None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=placed or self._everywhere)
 
     def _helpers(self) -> dict[tuple, tuple[Callable, tuple]]:
         vocab = self.model.vocab_size
 
-        def array(shape, dtype):
-            return jax.ShapeDtypeStruct(shape, dtype)
+        array = self._abstract
 
         def scalar(dtype):
             return array((), dtype)

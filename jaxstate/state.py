@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxstate.kernels_pallas.gate_scan_xla import GateSummary
 from jaxstate.kernels_pallas.work import WorkList
 from jaxstate.models.config import ModelConfig
+from jaxstate.models.sharding import Sharding
 
 
 @flax.struct.dataclass
@@ -28,15 +29,21 @@ class LayerPages:
 
 Pool = tuple[LayerPages, ...]
 
+PAGE_AXES = ("kv_heads", None, None, None)
+"""Logical axes of pages, see models.sharding."""
 
-def init_pool(config: ModelConfig, num_pages: int, page_size: int) -> Pool:
+
+def init_pool(
+    config: ModelConfig, num_pages: int, page_size: int, sharding: Sharding | None = None
+) -> Pool:
     """Allocate an empty pool; every buffer separately, since every step donates them all."""
     shape = (config.num_kv_heads, num_pages, page_size, config.head_dim)
-    dtype = config.dtypes.cache_dtype
-    return tuple(
-        LayerPages(k_pages=jnp.zeros(shape, dtype), v_pages=jnp.zeros(shape, dtype))
-        for _ in range(config.num_layers)
-    )
+    place = None if sharding is None else sharding.named(*PAGE_AXES)
+
+    def zeros():
+        return jnp.zeros(shape, config.dtypes.cache_dtype, device=place)
+
+    return tuple(LayerPages(k_pages=zeros(), v_pages=zeros()) for _ in range(config.num_layers))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,11 @@ from jaxstate.kernels_pallas.gate_scan_xla import gate_scan
 from jaxstate.kernels_pallas.kv_write_xla import kv_write
 from jaxstate.kernels_pallas.rope import angles_at, turn
 from jaxstate.models import decoder
-from jaxstate.models.config import ModelConfig
+from jaxstate.models.config import LayerConfig, ModelConfig
 from jaxstate.models.params import Params
 from jaxstate.models.rope import RopeConfig
-from jaxstate.state import LayerPages, Outputs, Pool, Rows, StepShape
+from jaxstate.models.sharding import Sharding
+from jaxstate.state import PAGE_AXES, LayerPages, Outputs, Pool, Rows, StepShape
 
 
 def step(
@@ -27,6 +30,7 @@ def step(
     config: ModelConfig,
     shape: StepShape,
     implementation: str,
+    sharding: Sharding | None = None,
 ) -> tuple[Pool, Outputs]:
     """Run the model over the rows' tokens; the caller donates the pool and rebinds it at once.
 
@@ -39,6 +43,7 @@ def step(
       rows: see Rows.
       allowed_bits: [sets, ceil(vocab / 32)] uint32 packed allowed sets.
       implementation: of the attention, from `dispatch.choose`.
+      sharding: how params and pool lie over several devices; rows and outputs are on all of them.
     Returns:
       pool: with the new tokens' keys and values written.  outputs: see Outputs.
     """
@@ -58,15 +63,15 @@ def step(
     tails = {
         layer.window: dispatch.prepare_tail(
             implementation, rows.positions, rows.tail_mask, window=layer.window,
-            heads_per_kv_head=config.heads_per_kv_head,
+            heads_per_kv_head=(
+                sharding.local_heads_per_kv_head if sharding else config.heads_per_kv_head
+            ),
         )
         for layer in config.layers
     }  # fmt: skip
     ropes = {layer.rope: _rope_tables(layer.rope, config, rows) for layer in config.layers}
 
-    def attend(layer_idx, q, k, v, pages: LayerPages):
-        layer = config.layers[layer_idx]
-        tables = ropes[layer.rope]
+    def mix(layer: LayerConfig, q, k, v, pages: LayerPages, rows: Rows, tail, tables):
         q = turn(q, tables["tokens"][:, None])
         k = turn(k, tables["tokens"][:, None])
         stored = turn(k, tables["write_shifts"].reversed[:, None])
@@ -77,15 +82,39 @@ def step(
             v_pages=kv_write(pages.v_pages, v, rows.write_cells),
         )
         mixed = dispatch.attend(
-            implementation, q, k, v, rows.positions, rows.token_rows, tails[layer.window],
-            pages.k_pages, pages.v_pages, rows.work, tables["work"],
+            implementation, q, own(k, 1), own(v, 1), rows.positions, rows.token_rows, tail,
+            own(pages.k_pages, 0), own(pages.v_pages, 0), rows.work, tables["work"],
             block_tokens=shape.block_tokens, window=layer.window,
             precision=config.dtypes.precision,
         )  # fmt: skip
         return mixed.astype(config.dtypes.compute_dtype), pages
 
+    def own(x, dimension):
+        return x if sharding is None else sharding.own_kv_heads(x, dimension)
+
+    def attend(layer_idx, q, k, v, pages: LayerPages):
+        layer = config.layers[layer_idx]
+        function = functools.partial(mix, layer)
+        if sharding is not None:
+            function = _on_every_device(function, sharding)
+        return function(q, k, v, pages, rows, tails[layer.window], ropes[layer.rope])
+
     hidden, pool = decoder.forward(params, config, rows.token_ids, attend, pool)
     return pool, _outputs(params, config, hidden, rows, allowed_bits)
+
+
+def _on_every_device(mix, sharding: Sharding):
+    """Run attention and cache writes per device, on its own heads: kernels see plain arrays."""
+    of_q = sharding.spec(None, "heads", None)
+    of_kv = sharding.spec(None, "kv_heads", None)
+    of_pages = sharding.spec(*PAGE_AXES)
+    return jax.shard_map(
+        mix,
+        mesh=sharding.mesh,
+        in_specs=(of_q, of_kv, of_kv, of_pages, sharding.spec(), sharding.spec(), sharding.spec()),
+        out_specs=(of_q, of_pages),
+        check_vma=False,
+    )
 
 
 def _rope_tables(rope: RopeConfig, config: ModelConfig, rows: Rows) -> dict:

@@ -16,7 +16,6 @@ from jaxstate.models.params import (
     map_specs,
     num_params,
     param_specs,
-    partition_specs,
 )
 from jaxstate.models.rope import (
     FactorScaling,
@@ -26,6 +25,7 @@ from jaxstate.models.rope import (
     YarnScaling,
 )
 from jaxstate.models.safetensors_loader import load_safetensors
+from jaxstate.models.sharding import Sharding, place
 from jaxstate.models.tokenizer import Detokenizer, Tokenizer
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "ParamSpec",
     "Params",
     "RopeConfig",
+    "Sharding",
     "Tokenizer",
     "YarnScaling",
     "abstract_params",
@@ -57,7 +58,7 @@ __all__ = [
     "map_specs",
     "num_params",
     "param_specs",
-    "partition_specs",
+    "place",
     "rotate",
     "sources",
 ]

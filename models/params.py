@@ -172,18 +172,6 @@ def init_params(config: ModelConfig, seed: int) -> Params:
     return map_specs(draw, config)
 
 
-def partition_specs(config: ModelConfig, rules: dict[str, str | None]) -> Params:
-    """Map each weight's logical axes to mesh axes.
-
-    Args:
-      rules: logical axis name to mesh axis name; None or absent = replicated.
-    """
-    return map_specs(
-        lambda _, spec: jax.sharding.PartitionSpec(*(rules.get(axis) for axis in spec.axes)),
-        config,
-    )
-
-
 def check_params(params: Params, config: ModelConfig) -> None:
     """Check structure, shapes, dtypes and finiteness of loaded weights.
 
