@@ -50,7 +50,7 @@ def test_template_finds_what_hugging_face_offers(template, expected):
         bos_token="<s>",
         eos_token="</s>",
         now=datetime.datetime(2026, 1, 2),
-        variables={"tools": [{"name": "größe <b>"}]},
+        tools=[{"name": "größe <b>"}],
     )
     assert text == expected
 

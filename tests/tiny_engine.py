@@ -63,7 +63,7 @@ class LetterTokenizer:
 
     LETTERS = "abcdefghijklmnopqrstuvwxyzäöü"
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
         return self.LETTERS[token_id % len(self.LETTERS)].encode()
 
     def is_special(self, token_id: int) -> bool:
