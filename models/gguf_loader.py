@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxstate.models import registry, weights
 from jaxstate.models.config import DtypePolicy, ModelConfig
+from jaxstate.models.families.base import Gguf
 from jaxstate.models.gguf_file import GgufFile
 from jaxstate.models.params import Params
 
@@ -28,7 +29,7 @@ def load_gguf(
         is not supported, or its tensors do not fit its configuration.
     """
     file = source if isinstance(source, GgufFile) else GgufFile(source)
-    form = registry.gguf_format(file.fields.text("general.architecture"))
+    form = _format(file)
     config = form.config(file, dtypes or DtypePolicy())
 
     def read(name: str) -> np.ndarray:
@@ -40,3 +41,12 @@ def load_gguf(
         config, form.layout, shapes=file.shapes, read=read, origin=str(file.path)
     )
     return config, params
+
+
+def read_config(file: GgufFile, dtypes: DtypePolicy) -> ModelConfig:
+    """Read the configuration alone; see load_gguf for errors."""
+    return _format(file).config(file, dtypes)
+
+
+def _format(file: GgufFile) -> Gguf:
+    return registry.gguf_format(file.fields.text("general.architecture"))

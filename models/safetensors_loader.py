@@ -12,6 +12,7 @@ import safetensors
 from jaxstate.models import fields as fields_lib
 from jaxstate.models import host_memory, registry, weights
 from jaxstate.models.config import DtypePolicy, ModelConfig
+from jaxstate.models.families.base import HuggingFace
 from jaxstate.models.fields import Fields
 from jaxstate.models.params import Params
 
@@ -35,8 +36,7 @@ def load_safetensors(
         or the tensors do not fit the configuration.
     """
     directory = pathlib.Path(directory)
-    fields = Fields(fields_lib.read_json(directory / "config.json"), str(directory / "config.json"))
-    form = registry.hf_format(_architectures(fields))
+    fields, form = _format(directory)
     config = form.config(fields, dtypes or DtypePolicy())
     tensors = _Tensors()
     for path in weight_files(directory):
@@ -46,6 +46,18 @@ def load_safetensors(
         config, form.layout, shapes=tensors.shapes, read=tensors.read, origin=str(directory)
     )
     return config, params
+
+
+def read_config(directory: pathlib.Path, dtypes: DtypePolicy) -> ModelConfig:
+    """Read the configuration alone; see load_safetensors for errors."""
+    fields, form = _format(directory)
+    return form.config(fields, dtypes)
+
+
+def _format(directory: pathlib.Path) -> tuple[Fields, HuggingFace]:
+    path = directory / "config.json"
+    fields = Fields(fields_lib.read_json(path), str(path))
+    return fields, registry.hf_format(_architectures(fields))
 
 
 def weight_files(directory: pathlib.Path) -> tuple[pathlib.Path, ...]:
