@@ -1,12 +1,14 @@
 """Decoder families, their weights and their tokenizers; knows nothing of sessions."""
 
 from jaxstate.models import chat_template, sources
+from jaxstate.models.checkpoint import save_checkpoint
 from jaxstate.models.config import DtypePolicy, ExpertConfig, LayerConfig, ModelConfig
 from jaxstate.models.decoder import Attend, forward, logits
 from jaxstate.models.gguf_file import GgufFile
 from jaxstate.models.gguf_loader import load_gguf
 from jaxstate.models.layers import rotate
-from jaxstate.models.loading import LoadedModel, load
+from jaxstate.models.loaded_model import LoadedModel
+from jaxstate.models.loading import load
 from jaxstate.models.params import (
     Params,
     ParamSpec,
@@ -60,5 +62,6 @@ __all__ = [
     "param_specs",
     "place",
     "rotate",
+    "save_checkpoint",
     "sources",
 ]

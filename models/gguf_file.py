@@ -19,7 +19,7 @@ from jaxstate.models.gguf_tables import GgufTensor
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_BLOCK_NUMBERS = 1 << 22  # dequantized at a time where another dtype than f32 is wanted
+_BLOCK_NUMBERS = 1 << 20  # dequantized at a time
 
 
 class GgufFile:
@@ -73,23 +73,37 @@ class GgufFile:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read(self, name: str, dtype: Any = np.float32) -> np.ndarray:
-        """Return a tensor, dequantized; it may be a view of the mapped file.
+        """Return a tensor, dequantized; one that is stored in f32 as a view of the mapped file.
 
+        Args:
+          dtype: of the others.
         Raises:
           ValueError: the tensor has an encoding that cannot be dequantized.
         """
-        for content in self._contents:
-            host_memory.release(content)  # of the tensors before; their reader is done with them
+        self._release()  # the tensors before, which their reader is done with
         tensor = self.tensors[name]
+        if tensor.encoding == gguf.GGMLQuantizationType.F32:
+            return tensor.data.view(np.float32)
+        out = np.empty(tensor.shape, dtype)
+        rows = out.reshape(-1, out.shape[-1])
+        data = tensor.data.reshape(rows.shape[0], -1)
+        step = max(_BLOCK_NUMBERS // out.shape[-1], 1)
         try:
-            if dtype == np.float32:
-                return gguf.dequantize(tensor.data, tensor.encoding)
-            return _dequantize_into(np.empty(tensor.shape, dtype), tensor)
+            # Piece by piece: the library would take twice the whole tensor's memory in f32.
+            for begin in range(0, rows.shape[0], step):
+                piece = slice(begin, begin + step)
+                rows[piece] = gguf.dequantize(data[piece], tensor.encoding)
+                self._release()
         except NotImplementedError as error:
             raise ValueError(
                 f"{self.path}: tensor {name}: expected an encoding that can be dequantized, got "
                 f"{tensor.encoding.name}; use another quantization of the model"
             ) from error
+        return out
+
+    def _release(self) -> None:
+        for content in self._contents:
+            host_memory.release(content)
 
     def _open(self, path: pathlib.Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         _check_header(path)
@@ -125,16 +139,6 @@ class GgufFile:
                     f"{count} parts"
                 )
         return tuple(parts)
-
-
-def _dequantize_into(out: np.ndarray, tensor: GgufTensor) -> np.ndarray:
-    """Dequantize piece by piece, so that a large tensor never exists in f32 as well."""
-    rows = out.reshape(-1, out.shape[-1])
-    data = tensor.data.reshape(rows.shape[0], -1)
-    step = max(_BLOCK_NUMBERS // out.shape[-1], 1)
-    for begin in range(0, rows.shape[0], step):
-        rows[begin : begin + step] = gguf.dequantize(data[begin : begin + step], tensor.encoding)
-    return out
 
 
 def _check_header(path: pathlib.Path) -> None:

@@ -145,7 +145,7 @@ def _tensor(
     begin: int,
 ) -> GgufTensor:
     block_len, block_bytes = gguf.GGML_QUANT_SIZES[encoding]
-    if not shape or shape[-1] % block_len:
+    if not shape or 0 in shape or shape[-1] % block_len:
         raise ValueError(f"tensor {name}: shape {shape} in blocks of {block_len}")
     row_bytes = shape[-1] // block_len * block_bytes
     end = begin + math.prod(shape[:-1]) * row_bytes

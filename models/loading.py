@@ -1,66 +1,53 @@
-"""Load everything a model consists of from one path."""
+"""Load everything a model consists of from one path or name."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import pathlib
 from collections.abc import Iterable
 
-import jax.numpy as jnp
-
-from jaxstate.models import gguf_loader, safetensors_loader
+from jaxstate.models import checkpoint, config_json, gguf_loader, safetensors_loader, sources
 from jaxstate.models.config import DtypePolicy, ModelConfig
 from jaxstate.models.gguf_file import GgufFile
-from jaxstate.models.params import Params
+from jaxstate.models.loaded_model import LoadedModel
 from jaxstate.models.tokenizer import Tokenizer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class LoadedModel:
-    """A model ready to run.
-
-    Attributes:
-      config: sizes and dtypes.
-      params: the tree of param_specs(config).
-      tokenizer: text to ids and back.
-      name: name of the file without its suffix, or of the directory.
-      fingerprint: see `fingerprint`; equal means interchangeable, also for saved keys and values.
-    """
-
-    config: ModelConfig
-    params: Params
-    tokenizer: Tokenizer
-    name: str
-    fingerprint: str
-
-
-def load(path: str | pathlib.Path, *, dtype: str = "float32") -> LoadedModel:
-    """Load a GGUF file or a Hugging Face directory with its tokenizer.
+def load(model: str | pathlib.Path, *, dtype: str = "float32") -> LoadedModel:
+    """Load a model with its tokenizer.
 
     Args:
-      path: the file or directory; `sources.resolve` turns a name into one.
+      model: a GGUF file, a Hugging Face directory, a checkpoint of `save_checkpoint`, or a name
+        that `sources.resolve` knows, such as an id of the Hugging Face hub.
       dtype: name of a DtypePolicy, "float32" or "bfloat16".
     Raises:
       ValueError: nothing is there, or the model cannot be used; the message says why.
+      RuntimeError: see sources.resolve.
     """
-    path = pathlib.Path(path)
     dtypes = DtypePolicy.named(dtype)
+    path = sources.resolve(model)
+    try:
+        if (path / checkpoint.ABOUT).is_file():
+            return checkpoint.load_checkpoint(path, dtypes=dtypes)
+        return _load_files(path, dtypes)
+    except OSError as error:
+        raise ValueError(
+            f"{error.filename or path}: expected a file that can be read, got "
+            f"{error.strerror or error}; check the path and its permissions"
+        ) from error
+
+
+def _load_files(path: pathlib.Path, dtypes: DtypePolicy) -> LoadedModel:
     if path.is_dir():
         config, params = safetensors_loader.load_safetensors(path, dtypes=dtypes)
         tokenizer = Tokenizer.from_hf_dir(path)
         files = safetensors_loader.weight_files(path)
-    elif path.is_file():
+    else:
         file = GgufFile(path)
         config, params = gguf_loader.load_gguf(file, dtypes=dtypes)
         tokenizer = Tokenizer.from_gguf(file)
-        files = (path,)
-    else:
-        raise ValueError(
-            f"{path}: expected a GGUF file or a Hugging Face directory, got nothing there; pull "
-            "the model first or correct the path"
-        )
+        files = file.paths
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"{path}: expected a tokenizer of at most {config.vocab_size} ids, got "
@@ -70,9 +57,19 @@ def load(path: str | pathlib.Path, *, dtype: str = "float32") -> LoadedModel:
         config=config,
         params=params,
         tokenizer=tokenizer,
-        name=path.name if path.is_dir() else path.stem,
+        name=_name(path),
         fingerprint=fingerprint(config, files),
     )
+
+
+def _name(path: pathlib.Path) -> str:
+    """Return the name of a file without its suffix, or of a directory.
+
+    The hub's cache calls a model's directory models--<organization>--<name>/snapshots/<revision>.
+    """
+    if path.parent.name == "snapshots":
+        return path.parents[1].name.rpartition("--")[2]
+    return path.name if path.is_dir() else path.stem
 
 
 def fingerprint(config: ModelConfig, files: Iterable[pathlib.Path]) -> str:
@@ -80,14 +77,21 @@ def fingerprint(config: ModelConfig, files: Iterable[pathlib.Path]) -> str:
 
     Names and places of the files do not matter, their order does.
     """
-    digest = hashlib.sha256(_canonical(config).encode())
+    described = json.dumps(config_json.to_json(config), sort_keys=True)
+    digest = hashlib.sha256(described.encode())
     for path in files:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
 
-def _canonical(config: ModelConfig) -> str:
-    values = dataclasses.asdict(config)
-    values["dtypes"] = {key: jnp.dtype(dtype).name for key, dtype in values["dtypes"].items()}
-    return json.dumps(values, sort_keys=True)
+def read_config(path: pathlib.Path, dtypes: DtypePolicy) -> ModelConfig:
+    """Read a configuration without the weights; errors as for `load`."""
+    if path.is_dir():
+        return safetensors_loader.read_config(path, dtypes)
+    return gguf_loader.read_config(GgufFile(path), dtypes)
+
+
+def load_tokenizer(path: pathlib.Path) -> Tokenizer:
+    """Read a tokenizer without the weights; errors as for `load`."""
+    return Tokenizer.from_hf_dir(path) if path.is_dir() else Tokenizer.from_gguf(path)

@@ -42,6 +42,7 @@ class Tokenizer:
     tokenizers do (SmolLM2 lacks a few control characters).
 
     Attributes:
+      vocabulary: what it was made of.
       vocab_size: one more than the largest id that has a token.
       bos_id: id of the token that begins a text, or None.
       eos_ids: ids that end an answer; there may be several, or none.
@@ -55,6 +56,7 @@ class Tokenizer:
         Raises:
           ValueError: the chat template is broken.
         """
+        self.vocabulary = vocabulary
         self.vocab_size = vocabulary.size
         self.bos_id = vocabulary.bos_id
         self.eos_ids = vocabulary.eos_ids
