@@ -1,16 +1,19 @@
 """Bars of the text layer: both formats encode alike, streamed text equals the whole.
 
-    python bench/text_checks.py [--pair GGUF DIR]… [--out FILE]
+    python bench/text_checks.py [--gguf-dir DIR] [--out FILE]
 
-Each pair is a GGUF file and a directory with the tokenizer.json of the same model, from another
-source than the file. Streaming is checked on every tokenizer named, and on SmolLM2's.
+DIR holds GGUF files, and for NAME.gguf a folder NAME with the tokenizer.json that the model was
+published with. SmolLM2 is always checked, against a tokenizer.json written here from the tables of
+its file and the published pre-tokenizer, which proves less.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
 import random
+import tempfile
 from typing import Any
 
 import text_strings
@@ -18,17 +21,78 @@ import tokenizers
 from common import Limit, Report
 
 from jaxstate.models import sources
+from jaxstate.models.gguf_file import GgufFile
 from jaxstate.models.tokenizer import Detokenizer, Tokenizer
 
 NUM_STRINGS = 2_000
 NUM_SEQUENCES = 10_000
 LONGEST = 48
 
-EQUAL = Limit(op="==", value=0)
-STREAM = Limit(op="==", value=0)
+SMOLLM2 = "smollm2-135m"
+NONE = Limit(op="==", value=0)
 
 Found = tuple[int, int, dict[str, Any]]
 """What was measured, of how many, and what it was made of."""
+
+
+def bars(report: Report, directory: pathlib.Path | None, *, quick: bool) -> None:
+    """Write both bars, over SmolLM2 and, unless quick, over what lies in the directory."""
+    smollm2 = sources.pull(SMOLLM2)
+    ggufs = [] if directory is None or quick else sorted(directory.glob("*.gguf"))
+    with tempfile.TemporaryDirectory() as temporary:
+        written = pathlib.Path(temporary) / "written from the file's own tables"
+        written.mkdir()
+        (written / "tokenizer.json").write_text(json.dumps(smollm2_json(smollm2)))
+        pairs = [(smollm2, written)]
+        pairs += [(gguf, gguf.with_suffix("")) for gguf in ggufs]
+        pairs = [pair for pair in pairs if (pair[1] / "tokenizer.json").is_file()]
+        equal = [text_equal(*pair) for pair in pairs]
+        streams = {gguf.name: Tokenizer.from_gguf(gguf) for gguf in (smollm2, *ggufs)}
+        streams |= {folder.name: Tokenizer.from_hf_dir(folder) for _, folder in pairs}
+    _bar(report, "text.equal", equal, "strings that differ")
+    _bar(
+        report,
+        "text.stream",
+        [text_stream(*pair) for pair in streams.items()],
+        "streams that differ",
+    )
+
+
+def _bar(report: Report, name: str, found: list[Found], unit: str) -> None:
+    report.bar(
+        name,
+        sum(measured for measured, _, _ in found),
+        NONE,
+        unit=unit,
+        n=sum(n for _, n, _ in found),
+        parts=[{"measured": measured, "n": n, **detail} for measured, n, detail in found],
+    )
+
+
+def smollm2_json(gguf: pathlib.Path) -> dict[str, Any]:
+    """Return SmolLM2's tokenizer.json: the tables of its file in the form it was published in."""
+    metadata = GgufFile(gguf).metadata
+    tokens = metadata["tokenizer.ggml.tokens"]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    byte_level |= {"use_regex": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": idx, "content": token, "special": True, **flags}
+            for idx, token in enumerate(tokens[:17])
+        ],
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level],
+        },
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "vocab": {token: idx for idx, token in enumerate(tokens)},
+            "merges": metadata["tokenizer.ggml.merges"],
+        },
+    }
 
 
 def text_equal(gguf: pathlib.Path, directory: pathlib.Path) -> Found:
@@ -62,7 +126,7 @@ def text_equal(gguf: pathlib.Path, directory: pathlib.Path) -> Found:
     return len(differ), len(strings), detail
 
 
-def text_stream(tokenizer: Tokenizer, name: str) -> Found:
+def text_stream(name: str, tokenizer: Tokenizer) -> Found:
     """Count random id sequences whose streamed pieces do not join to the text of all ids.
 
     A third of the ids are pieces of characters, where tokenizers have such. Each sequence is also
@@ -108,32 +172,12 @@ def _is_text(found: bytes) -> bool:
 def main() -> None:
     """Parse arguments and run."""
     parser = argparse.ArgumentParser(description="Checks of tokenizers.")
-    parser.add_argument(
-        "--pair",
-        nargs=2,
-        action="append",
-        default=[],
-        type=pathlib.Path,
-        metavar=("GGUF", "DIR"),
-        help="a GGUF file, and a directory with the same model's tokenizer.json",
-    )
+    parser.add_argument("--gguf-dir", type=pathlib.Path, help="GGUF files and tokenizer.json")
     parser.add_argument("--out", type=pathlib.Path, help="write the JSON lines here, too")
     args = parser.parse_args()
-    command = "python bench/text_checks.py" + " --pair GGUF DIR" * len(args.pair)
+    command = "python bench/text_checks.py" + (" --gguf-dir DIR" if args.gguf_dir else "")
     report = Report("text", command=command, quick=False, path=args.out)
-    if not args.pair:
-        report.no_bar("text.equal", EQUAL, unit="strings that differ", reason="no --pair was given")
-    for gguf, directory in args.pair:
-        measured, n, detail = text_equal(gguf, directory)
-        report.bar("text.equal", measured, EQUAL, unit="strings that differ", n=n, **detail)
-    smollm2 = sources.pull("smollm2-135m")
-    streams = {smollm2.name: Tokenizer.from_gguf(smollm2)}
-    for gguf, directory in args.pair:
-        streams[gguf.name] = Tokenizer.from_gguf(gguf)
-        streams[directory.name] = Tokenizer.from_hf_dir(directory)
-    for name, tokenizer in streams.items():
-        measured, n, detail = text_stream(tokenizer, name)
-        report.bar("text.stream", measured, STREAM, unit="streams that differ", n=n, **detail)
+    bars(report, args.gguf_dir, quick=False)
     report.table()
 
 
