@@ -20,12 +20,12 @@ from common import Limit, Report
 from jaxstate.config import EngineConfig
 from jaxstate.engine import Engine
 from jaxstate.models import loading, params, sources
-from jaxstate.models.config import LayerConfig, ModelConfig, RopeConfig
+from jaxstate.models.config import LayerConfig, ModelConfig
+from jaxstate.models.rope import RopeConfig
 from jaxstate.serving import compile_cache
 from jaxstate.state import StepShape
 
-REFERENCE = common.ROOT / "tests" / "data" / "hf_smol.json"
-REFERENCE_EOS = (2,)
+REFERENCES = common.ROOT / "tests" / "data"
 FORKS = 200
 CYCLES = 1000
 WARM_UP_CYCLES = 200
@@ -38,14 +38,16 @@ WARM = Limit(op="<=", value=10)
 GROWTH = Limit(op="<=", value=0.5)
 
 
-def parity(engine: Engine, report: Report) -> None:
-    """Compare greedy ids and the first step's top logits with Hugging Face's."""
-    records = json.loads(REFERENCE.read_text())
+def parity(engine: Engine, report: Report, *, bar: str, reference: str) -> None:
+    """Compare greedy ids and the first step's top logits with Hugging Face's.
+
+    Args:
+      reference: name of the file in tests/data with what it computed.
+    """
+    records = json.loads((REFERENCES / reference).read_text())
     errors, equal = [], []
     for record in records:
-        answer = engine.generate(
-            record["ids"], max_new_tokens=len(record["new"]), eos_ids=REFERENCE_EOS
-        )
+        answer = engine.generate(record["ids"], max_new_tokens=len(record["new"]))
         equal.append(list(answer.token_ids) == record["new"])
         session = engine.create()
         logits = np.asarray(engine.advance(session, record["ids"]).ready.row_logits())
@@ -54,7 +56,7 @@ def parity(engine: Engine, report: Report) -> None:
         equal.append(top == [token_id for token_id, _ in record["top5"]])
         errors += [abs(float(logits[token_id]) - logit) for token_id, logit in record["top5"]]
     report.bar(
-        "parity.smollm2", max(errors), PARITY, unit="largest |logit difference|, ids equal",
+        bar, max(errors), PARITY, unit="largest |logit difference|, ids equal",
         n=len(records), sound=all(equal), greedy_ids_equal=equal[::2], top5_ids_equal=equal[1::2],
     )
 

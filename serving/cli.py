@@ -21,7 +21,9 @@ from rich.console import Console
 from jaxstate.errors import CapacityError, JaxStateError
 from jaxstate.sampling import Sampling
 from jaxstate.serving import ask as ask_command
-from jaxstate.serving import compile_cache, demo_market, local_model, market
+from jaxstate.serving import catalogue, compile_cache, demo_market, local_model, market
+from jaxstate.serving import doctor as doctor_command
+from jaxstate.serving import render as render_command
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -104,6 +106,60 @@ def demo_market_command(
         model=model, rounds=rounds, as_json=as_json, plot=plot, cache_dir=cache,
         out=Console(), log=_log(),
     )
+
+
+@app.command()
+def models(as_json: Json = False, cache_dir: CacheDir = None) -> None:
+    """List the models that can be pulled and the families that are supported."""
+    catalogue.run(as_json=as_json, cache_dir=_cache(cache_dir), out=Console())
+
+
+@app.command()
+def render(
+    model: Annotated[str, typer.Argument(help="Name, GGUF file or Hugging Face directory.")],
+    user: Annotated[str | None, typer.Option(help="A user's message.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message before it.")] = None,
+    messages: Annotated[
+        pathlib.Path | None, typer.Option(help="JSON file with a list of messages.")
+    ] = None,
+    tools: Annotated[
+        pathlib.Path | None, typer.Option(help="JSON file with a list of tools.")
+    ] = None,
+    open_ended: Annotated[
+        bool, typer.Option("--open-ended", help="Leave out the header of the answer.")
+    ] = False,
+    as_json: Json = False,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Print the exact text and token ids of a conversation."""
+    conversation = render_command.Conversation(
+        system=system, user=user, messages=messages, tools=tools, open_ended=open_ended
+    )
+    render_command.run(
+        model, conversation, as_json=as_json, cache_dir=_cache(cache_dir),
+        out=Console(), log=_log(),
+    )
+
+
+@app.command()
+def doctor(
+    model: Annotated[str, typer.Argument(help="Name, GGUF file or Hugging Face directory.")],
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that must fit into memory.")
+    ] = None,
+    as_json: Json = False,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Look whether a model fits, is whole, and computes what it should; exit status 1 if not."""
+    cache = _cache(cache_dir)
+    compile_cache.enable(cache / "xla")
+    sound = doctor_command.run(
+        model, dtype=dtype, context=context, as_json=as_json, cache_dir=cache,
+        out=Console(), log=_log(),
+    )
+    if not sound:
+        raise typer.Exit(FAILED)
 
 
 @app.command()

@@ -53,10 +53,7 @@ def load(model: str, *, dtype: str, cache_dir: pathlib.Path, console: Console) -
     Raises:
       ValueError, RuntimeError: unknown, not to be had, or not usable; the message says why.
     """
-    if model in sources.SOURCES and not _is_there(model, cache_dir):
-        terminal.say(console, f"{model} is not in {models_dir(cache_dir)} yet")
-        pull(model, cache_dir, console)
-    path = sources.resolve(model, cache_dir=models_dir(cache_dir))
+    path = path_of(model, cache_dir, console)
     began = time.perf_counter()
     with terminal.activity(console, f"loading {path.name}"):
         loaded = loading.load(path, dtype=dtype)
@@ -68,6 +65,18 @@ def load(model: str, *, dtype: str, cache_dir: pathlib.Path, console: Console) -
         f"{size / 1e6:,.0f} MB as {dtype}, in {load_s:.1f} s",
     )
     return LocalModel(loaded=loaded, load_s=load_s)
+
+
+def path_of(model: str, cache_dir: pathlib.Path, console: Console) -> pathlib.Path:
+    """Return the files of a name or path; a known name that is not in the cache is fetched.
+
+    Raises:
+      ValueError, RuntimeError: see sources.pull and sources.resolve.
+    """
+    if model in sources.SOURCES and not _is_there(model, cache_dir):
+        terminal.say(console, f"{model} is not in {models_dir(cache_dir)} yet")
+        pull(model, cache_dir, console)
+    return sources.resolve(model, cache_dir=models_dir(cache_dir))
 
 
 def _is_there(name: str, cache_dir: pathlib.Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 import time
 
 import jax
@@ -53,6 +54,19 @@ def measure() -> Machine:
         read_bytes_per_s=tall.nbytes / _best_s(square[:1], tall),
         flops_per_s=2 * _MATRIX_WIDTH**3 / _best_s(square, square),
     )
+
+
+def free_bytes() -> int | None:
+    """Return the memory that the first device has left; None where it cannot be told."""
+    stats = jax.devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    try:
+        lines = pathlib.Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    sizes = dict(line.split(":") for line in lines)
+    return int(sizes["MemAvailable"].split()[0]) * 1024
 
 
 def weights_bytes(model: ModelConfig) -> int:
