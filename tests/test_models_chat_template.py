@@ -41,6 +41,11 @@ def test_smollm2_prompt(smollm2_model):
         ("{% for n in [1, 2, 3] %}{% if n == 2 %}{% break %}{% endif %}{{ n }}{% endfor %}", "1"),
         ("{% if true %}\n  {% set x = 1 %}\n{{ x }}\n{% endif %}", "1\n"),
         ("{{ missing }}", ""),
+        ("{% if documents is none and tools is not none %}x{% endif %}", "x"),
+        (
+            "{{ tools[0].name }}{% generation %}a{% set x = 1 %}{% endgeneration %}{{ x }}",
+            "größe <b>a",
+        ),
     ],
 )
 def test_template_finds_what_hugging_face_offers(template, expected):
@@ -71,11 +76,39 @@ def test_time_is_now_unless_given():
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ messages[0]['content'] + 1 }}", "can only concatenate str"),
         ("{% include 'other' %}", "got an error"),
+        ("a\n{% for %}", r"got an error \(Expected .*, line 2\); change"),
+        ("{% generation %}a", r"line 1\); change"),
+        ("{{ strftime_now('\\ud800') }}", "surrogates not allowed"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
     ],
 )
 def test_faulty_template_is_refused(template, message):
     with pytest.raises(ValueError, match=message):
         chat_template.render(HELLO, template)
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ bos_token }}", "expected a user's message in what it renders"),
+        ("{% for %}", r"expected one that renders a user's message, got an error \(Expected"),
+        ("{{ raise_exception('no') }}", r"got an error \(no\); fetch the model again"),
+    ],
+)
+def test_template_that_no_chat_can_use_is_refused(template, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        chat_template.check(template)
+    assert "\n" not in str(raised.value)
+
+
+def test_template_that_renders_a_message_passes():
+    chat_template.check("{{ bos_token }}{{ messages[0].content | upper | lower }}", bos_token="<s>")
+
+
+def test_raw_text_takes_text_only():
+    assert chat_template.raw_text([*HELLO, *HELLO]) == "Hello\n\nHello"
+    with pytest.raises(ValueError, match=r"messages\[0\]: expected a text as content, got \["):
+        chat_template.raw_text([{"role": "user", "content": ["Hello"]}])
 
 
 @pytest.mark.parametrize("messages", [["Hello"], [{"content": "Hello"}], [*HELLO, None]])

@@ -1,8 +1,10 @@
-"""Tokenizers against an independent BPE and Hugging Face's recorded ids; streamed detokenizing."""
+"""Tokenizers against an independent BPE and Hugging Face's recorded ids; streams and chats."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import pathlib
 import re
 
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxstate import models
+from jaxstate.models import vocabulary_gguf
 
 PROMPTS = json.loads((pathlib.Path(__file__).parent / "data" / "hf_smol.json").read_text())
 SETTINGS = hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
@@ -22,6 +25,18 @@ TEXT = st.text().map(lambda text: "".join(c for c in text if MISSING_BYTES.isdis
 @pytest.fixture(scope="module")
 def smollm2(smollm2_model):
     return smollm2_model.tokenizer
+
+
+@pytest.fixture(scope="module")
+def smollm2_vocabulary(smollm2_path):
+    return vocabulary_gguf.from_gguf(models.GgufFile(smollm2_path))
+
+
+@pytest.fixture(scope="module")
+def byte_ids(smollm2):
+    """Id by byte, of the bytes that SmolLM2 has a token for."""
+    found = {smollm2.token_bytes(idx): idx for idx in range(17, smollm2.vocab_size)}
+    return {byte: found[bytes([byte])] for byte in range(256) if bytes([byte]) in found}
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +169,127 @@ def test_ids_without_a_token_stand_for_nothing(smollm2):
 def test_tokens_give_their_bytes(smollm2):
     joined = b"".join(smollm2.token_bytes(idx) for idx in smollm2.encode("naïve 🙂"))
     assert joined == "naïve 🙂".encode()
+
+
+def _characters(data: bytes) -> list[tuple[str, int]]:
+    """Characters with where they end; what is no UTF-8 is replaced as Unicode recommends."""
+    found, at = [], 0
+    while at < len(data):
+        try:
+            length = next(n for n in range(1, 5) if _decodes(data[at : at + n]))
+            found.append((data[at : at + length].decode(), at + length))
+        except StopIteration:
+            with pytest.raises(UnicodeDecodeError) as raised:
+                data[at:].decode()
+            length = raised.value.end
+            found.append(("\ufffd", at + length))
+        at += length
+    return found
+
+
+def _decodes(data: bytes) -> bool:
+    try:
+        return len(data.decode()) == 1
+    except UnicodeDecodeError:
+        return False
+
+
+@SETTINGS
+@hypothesis.given(
+    st.lists(
+        st.sampled_from([*"a🙂é東".encode(), 0xED, 0xA0, 0xF4, 0x90, 0xC0, 0xFF]), max_size=12
+    ),
+    st.integers(0, 12),
+)
+@hypothesis.example(list("🙂🙂".encode()), 2)
+@hypothesis.example([0xF0, 0x9F, 0x61], 2)
+@hypothesis.example([0xF0, 0x9F, 0x99, 0x61], 2)
+@hypothesis.example([0xF0, 0x9F], 2)
+def test_stream_shows_the_characters_that_its_ids_complete(smollm2, byte_ids, data, cut):
+    data = [byte for byte in data if byte in byte_ids]
+    ids = [byte_ids[byte] for byte in data]
+    cut = min(cut, len(ids))
+    detokenizer = models.Detokenizer(smollm2, context=ids[:cut])
+    shown = "".join([*map(detokenizer.push, ids[cut:]), detokenizer.finish()])
+    assert shown == "".join(char for char, end in _characters(bytes(data)) if end > cut)
+
+
+def test_half_a_character_at_the_end_of_a_prompt_is_shown_whole_or_not_at_all(smollm2, byte_ids):
+    begun = [byte_ids[byte] for byte in "no🙂".encode()[:-1]]
+    completing, other = byte_ids["🙂".encode()[-1]], byte_ids[ord("a")]
+    assert models.Detokenizer(smollm2, context=begun).push(completing) == "🙂"
+    assert models.Detokenizer(smollm2, context=begun).push(other) == "a"
+    assert models.Detokenizer(smollm2, context=begun).finish() == ""
+
+
+def test_bos_is_never_doubled(smollm2):
+    text = f"{smollm2.bos_token}user"
+    assert smollm2.encode(text, add_bos=True) == smollm2.encode(text)
+    assert smollm2.encode("user", add_bos=True) == smollm2.encode(text)
+    # As plain text it is no BOS.
+    plain = smollm2.encode(text, add_bos=True, parse_special=False)
+    assert plain[0] == 1
+    assert plain[1:] == smollm2.encode(text, parse_special=False)
+
+
+def test_chat_has_the_templates_text_and_ids(smollm2_vocabulary, smollm2):
+    messages = [{"role": "user", "content": "Hello"}]
+    chat = smollm2.encode_chat(messages)
+    assert chat.text.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
+    assert chat.ids == smollm2.encode(chat.text)
+    # The template begins with BOS, so a model that expects one gets one.
+    expects = models.Tokenizer(dataclasses.replace(smollm2_vocabulary, add_bos=True))
+    assert expects.encode_chat(messages) == chat
+    assert not smollm2.encode_chat(messages, add_generation_prompt=False).text.endswith("stant\n")
+    template = "{{ messages[0].content }}{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ x }}"
+    other = models.Tokenizer(dataclasses.replace(smollm2_vocabulary, chat_template=template))
+    found = other.encode_chat(messages, tools=[{"name": "f"}], variables={"x": 7})
+    assert found.text == "Hellof7"
+
+
+def test_model_without_template_gets_raw_text_with_one_warning(smollm2_vocabulary, caplog):
+    base = models.Tokenizer(
+        dataclasses.replace(smollm2_vocabulary, chat_template=None, add_bos=True)
+    )
+    messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi"}]
+    with caplog.at_level(logging.WARNING):
+        chats = [base.encode_chat(messages) for _ in range(2)]
+    assert chats[0] == chats[1]
+    assert chats[0].text == "Be.\n\nHi"
+    assert chats[0].ids == base.encode("Be.\n\nHi", add_bos=True)
+    assert [record.message for record in caplog.records] == [
+        "the model has no chat template; messages go to it as raw text, without roles"
+    ]
+
+
+def test_broken_template_is_found_when_the_tokenizer_is_built(smollm2_vocabulary):
+    with pytest.raises(ValueError, match="chat template: expected one that renders a user's"):
+        models.Tokenizer(dataclasses.replace(smollm2_vocabulary, chat_template="{% for %}"))
+
+
+@pytest.mark.parametrize(
+    "left, right, forced",
+    [
+        ("The cap", "ital", True),
+        ("The capital", " of France", False),
+        ("a\n", "\n", True),
+        ("a\n", "b", False),
+        ("12", "34", False),
+        ("a <|im_end|>", "\n", False),
+        ("a <|im_", "end|>", True),
+        ("", "a", True),  # behind a space
+        ("a", "", False),
+    ],
+)
+def test_forced_boundaries_are_found(smollm2, left, right, forced):
+    left_ids = smollm2.encode("Some text before. " * 20 + left)
+    assert smollm2.forced_boundary(left_ids, right) == forced
+
+
+@SETTINGS
+@hypothesis.given(TEXT, TEXT)
+def test_boundary_is_forced_exactly_where_one_text_encodes_otherwise(smollm2, left, right):
+    left_ids = smollm2.encode(left)[:32]
+    left = smollm2.decode(left_ids)
+    apart = smollm2.encode(left) + smollm2.encode(right)
+    assert smollm2.forced_boundary(left_ids, right) == (smollm2.encode(left + right) != apart)
