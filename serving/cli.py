@@ -48,7 +48,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a lin
 
 @app.command()
 def pull(
-    name: Annotated[str, typer.Argument(help="A known model, e.g. smollm2-135m.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="A known model, e.g. smollm2-135m, or organization/name of the hub."),
+    ],
     cache_dir: CacheDir = None,
 ) -> None:
     """Fetch a model's weights into the cache and verify them; prints the file's path."""

@@ -8,7 +8,7 @@ import time
 
 from rich.console import Console
 
-from jaxstate.models import loading, params, sources
+from jaxstate.models import hub, loading, params, sources
 from jaxstate.serving import machine, terminal
 
 
@@ -25,9 +25,14 @@ def models_dir(cache_dir: pathlib.Path) -> pathlib.Path:
 def pull(name: str, cache_dir: pathlib.Path, console: Console) -> pathlib.Path:
     """Fetch a named model into the cache, unless it is there and intact; return its file.
 
+    A model of the Hugging Face hub goes into the hub's own cache; its directory is returned.
+
     Raises:
-      ValueError, RuntimeError: see sources.pull.
+      ValueError, RuntimeError: see sources.pull and hub.fetch.
     """
+    if hub.is_id(name):
+        with terminal.PullProgress(console, f"fetching {name} from the hub", "fetch") as progress:
+            return hub.fetch(name, progress=progress)
     text = f"checking {sources.cached_path(name, cache_dir=models_dir(cache_dir))}"
     source = sources.SOURCES[name]
     if not _is_there(name, cache_dir):
@@ -68,7 +73,7 @@ def load(model: str, *, dtype: str, cache_dir: pathlib.Path, console: Console) -
 
 
 def path_of(model: str, cache_dir: pathlib.Path, console: Console) -> pathlib.Path:
-    """Return the files of a name or path; a known name that is not in the cache is fetched.
+    """Return the files of a name, id or path; what is not in its cache is fetched.
 
     Raises:
       ValueError, RuntimeError: see sources.pull and sources.resolve.
@@ -76,6 +81,8 @@ def path_of(model: str, cache_dir: pathlib.Path, console: Console) -> pathlib.Pa
     if model in sources.SOURCES and not _is_there(model, cache_dir):
         terminal.say(console, f"{model} is not in {models_dir(cache_dir)} yet")
         pull(model, cache_dir, console)
+    if hub.is_id(model) and hub.cached(model) is None:
+        return pull(model, cache_dir, console)
     return sources.resolve(model, cache_dir=models_dir(cache_dir))
 
 

@@ -87,13 +87,15 @@ class CompileProgress:
 class PullProgress:
     """Shows a download, whose size pip does not tell, and then the unpacking and checking of it.
 
-    Pass it to sources.pull as `progress`.
+    Pass it to sources.pull as `progress`; to hub.fetch, which tells the bytes of the download
+    itself, with `doing` "fetch".
     """
 
-    def __init__(self, console: Console, text: str):
+    def __init__(self, console: Console, text: str, doing: str = "unpack"):
         """Announce `text`; use as a context manager around the pull."""
         self._console = console
         self._text = text
+        self._doing = doing
         self._progress: Progress | None = None
         self._task = TaskID(0)
 
@@ -112,13 +114,13 @@ class PullProgress:
         return self
 
     def __call__(self, done: int, total: int) -> None:
-        """Show bytes done of bytes in total; see sources.Progress."""
+        """Show bytes done of bytes in total; see hub.Progress."""
         if self._progress is not None:
             self._progress.update(
-                self._task, description="unpacking", completed=done, total=total
+                self._task, description=f"{self._doing}ing", completed=done, total=total
             )
         elif done == total:
-            say(self._console, f"unpacked {total:,} bytes")
+            say(self._console, f"{self._doing}ed {total:,} bytes")
 
     def __exit__(self, *exception) -> None:
         """Stop showing."""

@@ -82,7 +82,7 @@ def test_fingerprint_follows_weights_and_config_not_places(tiny, tmp_path):
 
 
 def test_nothing_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="or an existing path, got .*absent'; give a GGUF"):
+    with pytest.raises(ValueError, match="an existing path or an id .*absent'; give a GGUF"):
         models.load(tmp_path / "absent")
 
 

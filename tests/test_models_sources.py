@@ -206,9 +206,9 @@ def test_failed_download_leaves_nothing(tmp_path, index):
 
 
 def test_unknown_name_lists_the_known_ones(tmp_path):
-    with pytest.raises(ValueError, match="expected one of smollm2-135m, got 'gpt-5'"):
+    with pytest.raises(ValueError, match="one of smollm2-135m, gemma3-270m, got 'gpt-5'"):
         sources.pull("gpt-5", cache_dir=tmp_path)
-    with pytest.raises(ValueError, match="smollm2-135m or an existing path, got 'gpt-5'"):
+    with pytest.raises(ValueError, match="gemma3-270m, an existing path or an id .*, got 'gpt-5'"):
         sources.resolve("gpt-5", cache_dir=tmp_path)
 
 

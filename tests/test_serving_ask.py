@@ -119,7 +119,7 @@ def test_stop_ends_the_text(capsys, files):
         ((), "base.gguf", PROMPT, "expected a chat template, the model has none; ask with --raw"),
         (("--raw",), "base.gguf", "", "prompt: expected some text"),
         (("--raw",), "base.gguf", "x" * 60, "60 prompt tokens and 12 new ones exceed the model's"),
-        (("--raw",), "absent.gguf", PROMPT, "or an existing path"),
+        (("--raw",), "absent.gguf", PROMPT, "an existing path or an id"),
         (("--raw", "--dtype", "int3"), "base.gguf", PROMPT, 'got "int3"'),
     ],
 )

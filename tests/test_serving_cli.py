@@ -79,7 +79,7 @@ def test_help_is_printed(capsys, arguments):
         (("demo",), "Missing command; see `jaxstate demo --help`"),
         (("demo", "market", "--rounds", "11"), "Invalid value for '--rounds'"),
         (("pull",), "Missing argument"),
-        (("pull", "gpt-9"), "expected one of smollm2-135m, got 'gpt-9'"),
+        (("pull", "gpt-9"), "expected one of smollm2-135m, gemma3-270m, got 'gpt-9'"),
         (("ask", "--model", "gpt-9", "--prompt", "x"), "expected one of .* got 'gpt-9'"),
         (("ask", "--model", "m", "--prompt", "x", "--top-p", "2"), "top_p: expected"),
         (("ask", "--model", "m", "--prompt", "x", "--max-new-tokens", "0"), "at least 1, got 0"),
