@@ -132,12 +132,12 @@ struct Rows {  // query rows that are visited together
   alignas(64) int32_t position[kMaxVectors * kLanes];
   alignas(64) int32_t row[kMaxVectors * kLanes];
   alignas(64) int32_t block[kMaxVectors * kLanes];
-  int32_t min_position, min_row, max_row, min_block, max_block;
+  int32_t min_position, max_position, min_row, max_row, min_block, max_block;
 };
 
 void Describe(const Problem& p, Rows& rows) {
   rows.min_position = rows.min_row = rows.min_block = std::numeric_limits<int32_t>::max();
-  rows.max_row = rows.max_block = std::numeric_limits<int32_t>::min();
+  rows.max_position = rows.max_row = rows.max_block = std::numeric_limits<int32_t>::min();
   for (int i = 0; i < kMaxVectors * kLanes; ++i) {
     if (i >= rows.count) {  // padding lanes see nothing
       rows.position[i] = std::numeric_limits<int32_t>::min() / 2;
@@ -149,6 +149,7 @@ void Describe(const Problem& p, Rows& rows) {
     rows.row[i] = p.token_rows[token];
     rows.block[i] = token / p.block_tokens;
     rows.min_position = std::min(rows.min_position, rows.position[i]);
+    rows.max_position = std::max(rows.max_position, rows.position[i]);
     rows.min_row = std::min(rows.min_row, rows.row[i]);
     rows.max_row = std::max(rows.max_row, rows.row[i]);
     rows.min_block = std::min(rows.min_block, rows.block[i]);
@@ -467,6 +468,11 @@ struct Part {
            rows.max_block >= item[kBlock] && rows.min_block <= item[kBlock];
   }
 
+  // Whether a cell is outside the window of all rows.
+  bool Passed(const Problem& p, int32_t position) const {
+    return p.window && rows.min_position - position >= p.window;
+  }
+
   void VisitTail(const Problem& p) {
     LoadQueries(p, rows, -1, by_lane, queries);
     const int64_t block = by_lane ? kCells : kFewCells;
@@ -496,6 +502,8 @@ struct Part {
       cells.v = p.v_cells + flat * p.head_dim;
       cells.count = std::min(block, end - at);
       cells.base = item[kBase] + static_cast<int32_t>(cell);
+      // Most of a long context is outside a sliding window, or behind a repair.
+      if (cells.base > rows.max_position || Passed(p, cells.base + cells.count - 1)) continue;
       cells.item = item;
       cells.bias = nullptr;
       cells.all_visible = AllVisible(p, rows, item, cells.base + cells.count - 1);
