@@ -249,11 +249,13 @@ class Tokenizer:
         """Encode by one of up to four tokenizers, because switches are state shared by threads."""
         key = (parse_special, continues)
         if key not in self._encoders:
-            description = json.loads(self._backend.to_str())
+            description = self._backend.to_str()
             if continues:
+                parts = json.loads(description)
                 for part in ("normalizer", "pre_tokenizer"):
-                    description[part] = pieces.without_first_space(description[part])
-            encoder = tokenizers.Tokenizer.from_str(json.dumps(description))
+                    parts[part] = pieces.without_first_space(parts[part])
+                description = json.dumps(parts)
+            encoder = tokenizers.Tokenizer.from_str(description)
             encoder.encode_special_tokens = not parse_special
             self._encoders[key] = encoder
         return self._encoders[key].encode(text, add_special_tokens=False).ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,7 +47,7 @@ class Vocabulary:
                 "tokenizer do not belong together, fetch the model again"
             )
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """One more than the largest id that has a token."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1

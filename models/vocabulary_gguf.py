@@ -154,10 +154,10 @@ def _merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> lis
             continue
         score = scores[idx] if kind == _NORMAL else 0.0  # which SentencePiece gives the latter
         for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in vocab and right in vocab:
-                found.append((score, cut, len(right), left, right))
-    found.sort(key=lambda pair: pair[:3], reverse=True)
+            right = token[cut:]  # the rarer of the two
+            if right in vocab and token[:cut] in vocab:
+                found.append((score, cut, len(right), token[:cut], right))
+    found.sort(reverse=True)
     return [pair[3:] for pair in found]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 PIECES = (
     # In the order of their scores; runs of blanks come last, with one score for all.
-    "▁a ab ▁ab aba == ==== ▁== === ba ▁ba bab a. é ha haha ▁ a b = . h ( < > s / "
+    "▁a ab ▁ab aba == ==== ▁== === ba ▁ba bab a. é ha haha ▁ a b = . h ( < > s / <s "
     "▁▁ ▁▁▁ ▁▁▁▁ ▁▁▁▁▁▁▁▁"
 ).split()
 _BLANKS_SCORE = -1e9

@@ -110,6 +110,7 @@ def test_user_defined_tokens_are_taken_whole_and_their_spaces_restored(build_ggu
     assert tokenizer.token_bytes(at) == b"    "
     # They go before "▁a", the best of the others.
     assert tokenizer.encode("    a") == [at, names.index("a")]
+    assert tokenizer.encode("▁▁▁▁a") == [at, names.index("a")]
 
 
 def test_phi3_swallows_blanks_behind_control_tokens(build_gguf, llama2):
@@ -175,9 +176,9 @@ def test_the_first_token_of_an_answer_keeps_its_space(llama2):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"tokenizer.ggml.scores": None}, "scores: expected 289 values, got None"),
-        ({"tokenizer.ggml.scores": [0.0]}, "scores: expected 289 values, got 1"),
-        ({"tokenizer.ggml.scores": [math.nan] * 289}, "scores: expected finite numbers, got nan"),
+        ({"tokenizer.ggml.scores": None}, "scores: expected 290 values, got None"),
+        ({"tokenizer.ggml.scores": [0.0]}, "scores: expected 290 values, got 1"),
+        ({"tokenizer.ggml.scores": [math.nan] * 290}, "scores: expected finite numbers, got nan"),
     ],
 )
 def test_damaged_scores_are_refused(build_gguf, changes, message):
