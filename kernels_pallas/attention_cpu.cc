@@ -24,13 +24,13 @@
 #include <thread>
 #include <vector>
 
+#include "vectors.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int kLanes = 16;       // floats per vector; compilers split it on narrower machines
 constexpr int kCells = 64;       // cells per block
 constexpr int kFewCells = 32;    // the same for few rows: less to keep while memory is read
 constexpr int kMaxVectors = 6;   // vectors of rows per task
@@ -38,17 +38,6 @@ constexpr int kMaxDim = 256;     // largest head_dim
 constexpr int32_t kPaddingRow = 1 << 30;  // PADDING_ROW of work.py
 constexpr int kFewRows = 4;      // up to here the lanes run along d
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
-
-typedef float Vec __attribute__((vector_size(4 * kLanes)));
-typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
-typedef float LooseVec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-typedef int32_t LooseIntVec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-
-inline Vec Load(const float* p) { return *reinterpret_cast<const LooseVec*>(p); }
-inline IntVec Load(const int32_t* p) { return *reinterpret_cast<const LooseIntVec*>(p); }
-inline void Store(float* p, Vec v) { *reinterpret_cast<LooseVec*>(p) = v; }
-inline Vec Splat(float x) { return x - Vec{}; }
-inline Vec Max(Vec a, Vec b) { return a > b ? a : b; }
 
 // Scores are kept times log2(e), so that the softmax is of powers of two.
 constexpr float kLog2E = 1.44269504f;
@@ -67,38 +56,6 @@ inline Vec Exp2(Vec x) {
   p = p * r + 1.0f;
   const Vec result = (Vec)((IntVec)p + ((IntVec)shifted << 23));  // magic's low bits are zero
   return x > -126.0f ? result : Vec{};
-}
-
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
-#endif
-
-// Fold two vectors, or pairs of them, into one: half as many lanes hold the sums of each.
-inline Vec FoldLanes(Vec a, Vec b) {
-  return SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-         SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-}
-inline Vec FoldPairs(Vec a, Vec b) {
-  return SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-         SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-}
-inline Vec FoldHalves(Vec a, Vec b) {
-  return SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-         SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-}
-inline Vec FoldQuarters(Vec a, Vec b) {
-  return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-         SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-}
-
-// The sum of each of sixteen vectors: lane 4 * i + j is that of v[i][j].
-inline Vec SumEach(const Vec (&v)[4][4]) {
-  Vec four[4];
-  for (int i = 0; i < 4; ++i)
-    four[i] = FoldPairs(FoldLanes(v[i][0], v[i][1]), FoldLanes(v[i][2], v[i][3]));
-  return FoldQuarters(FoldHalves(four[0], four[1]), FoldHalves(four[2], four[3]));
 }
 
 // Columns of a work item, as in work.py.

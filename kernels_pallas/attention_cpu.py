@@ -2,88 +2,41 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import hashlib
-import logging
-import os
 import pathlib
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstate.kernels_pallas import cpu_library
 from jaxstate.kernels_pallas.rope import Angles
 from jaxstate.kernels_pallas.work import WorkList
 
-logger = logging.getLogger(__name__)
-
 SOURCE = pathlib.Path(__file__).with_name("attention_cpu.cc")
 TARGET = "jaxstate_attention_cpu"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread", "-w")
 HEAD_DIM_MULTIPLE = 16
 MAX_HEAD_DIM = 256
 
 
 def unsupported(head_dim: int, dtype) -> str | None:
     """Say why this kernel cannot run here, None if it can."""
-    if jax.default_backend() != "cpu":
-        return f"it runs on the CPU backend, this is {jax.default_backend()}"
+    if reason := cpu_library.unsupported():
+        return reason
     if dtype != jnp.float32:
         return f"it computes in float32, keys and values are {jnp.dtype(dtype).name}"
     if head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
         return f"head_dim must be a multiple of 16 up to 256, got {head_dim}"
-    if compiler() is None:
-        return "no C++ compiler was found (c++, g++ or clang++ on PATH)"
     return None
 
 
-def compiler() -> str | None:
-    """Path of the C++ compiler, None if there is none."""
-    found = (shutil.which(name) for name in ("c++", "g++", "clang++"))
-    return next((path for path in found if path), None)
-
-
-@functools.cache
 def build(cache_dir: pathlib.Path) -> None:
     """Compile the kernel once per machine and source, and register it with JAX.
 
     Raises:
       RuntimeError: the compiler failed; carries its message.
     """
-    path = compiler()
-    if path is None:
-        raise RuntimeError("attention_cpu needs a C++ compiler; install g++ or choose xla")
-    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    parts = (SOURCE.read_text(), " ".join(FLAGS), version.stdout, jax.__version__, _cpu_flags())
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    library = cache_dir / f"attention_cpu-{key}.so"
-    if not library.exists():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(suffix=".so", dir=cache_dir)
-        os.close(descriptor)
-        command = [path, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pathlib.Path(name).unlink()
-            raise RuntimeError(f"compiling {SOURCE.name} failed: {done.stderr.strip()[-2000:]}")
-        pathlib.Path(name).replace(library)
-        logger.info("compiled %s into %s", SOURCE.name, library)
-    symbol = ctypes.CDLL(str(library)).JaxstateAttention
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(symbol), platform="cpu")
-
-
-def _cpu_flags() -> str:
-    """What the processor can do: -march=native must not travel to a lesser one."""
-    info = pathlib.Path("/proc/cpuinfo")
-    if not info.exists():
-        return ""
-    lines = info.read_text().splitlines()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    cpu_library.build(SOURCE, "JaxstateAttention", TARGET, cache_dir)
 
 
 def tail_bias(visible: jax.Array, shared: int) -> jax.Array:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
 
-from jaxstate.kernels_pallas import attention_cpu, attention_xla
+from jaxstate.kernels_pallas import attention_cpu, attention_xla, matmul_quantized_cpu
 from jaxstate.kernels_pallas.rope import Angles
 from jaxstate.kernels_pallas.work import WorkList
 
@@ -37,6 +37,7 @@ def choose(implementation: Implementation, head_dim: int, dtype, cache_dir: path
     if reason is None:
         try:
             attention_cpu.build(cache_dir)
+            matmul_quantized_cpu.build(cache_dir)
         except RuntimeError as error:
             if implementation == "cpu":
                 raise
@@ -111,6 +112,15 @@ def attend(
             block_tokens=block_tokens, window=window, precision=precision,
         )  # fmt: skip
     return attention_xla.normalize(partial, block_tokens)
+
+
+Product = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+"""product(x, codes, scales, offsets) -> [rows, outputs] f32, see matmul_quantized_cpu."""
+
+
+def product(implementation: str) -> Product | None:
+    """Return a kernel for products with quantized matrices, None where plain XLA is to do them."""
+    return matmul_quantized_cpu.product if implementation == "cpu" else None
 
 
 @functools.cache

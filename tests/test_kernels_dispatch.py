@@ -7,14 +7,14 @@ import logging
 import jax.numpy as jnp
 import pytest
 
-from jaxstate.kernels_pallas import attention_cpu, dispatch
+from jaxstate.kernels_pallas import attention_cpu, cpu_library, dispatch
 
 
 @pytest.fixture
 def broken_compiler(monkeypatch):
     if attention_cpu.unsupported(64, jnp.float32):
         pytest.skip(str(attention_cpu.unsupported(64, jnp.float32)))
-    monkeypatch.setattr(attention_cpu, "FLAGS", ("--no-such-flag",))
+    monkeypatch.setattr(cpu_library, "FLAGS", ("--no-such-flag",))
 
 
 def test_auto_warns_and_takes_plain_xla(broken_compiler, tmp_path, caplog):

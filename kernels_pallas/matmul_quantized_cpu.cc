@@ -1,0 +1,202 @@
+// Products with quantized matrices, for CPUs, as an XLA FFI call: y = x * (scale * code + offset)^T.
+//
+// One row is as fast as the codes come from memory: they are widened in registers, sixteen inputs
+// to a vector, and become weights there, so that no f32 copy of the matrix is ever written. Up to
+// four rows share one pass. With more rows a few outputs at a time are widened into a buffer that
+// stays in the first caches, and all rows are multiplied by it.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "vectors.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int kRows = 4;     // rows of a register tile
+constexpr int kOutputs = 4;   // outputs of a register tile
+constexpr int kTilesAhead = 4;  // codes are fetched so far ahead; more tiles gain nothing
+constexpr int64_t kTaskBytes = 64 << 10;   // codes below which another thread is not worth waking
+constexpr int64_t kBlockBytes = 256 << 10;  // of x, to stay in the second-level cache
+
+typedef int8_t SignedBytes __attribute__((vector_size(kLanes)));
+typedef uint8_t UnsignedBytes __attribute__((vector_size(kLanes)));
+
+template <typename Bytes>
+inline IntVec LoadWide(const int8_t* p) {
+  Bytes bytes;
+  std::memcpy(&bytes, p, sizeof(bytes));
+#if defined(__x86_64__) && !defined(__clang__)
+  asm("" : "+x"(bytes));  // GCC widens a vector that it knows to be in memory byte by byte
+#endif
+  return __builtin_convertvector(bytes, IntVec);
+}
+
+struct Problem {
+  int64_t rows, inputs, outputs, group;
+  const float* x;        // [rows][inputs]
+  const int8_t* codes;   // [outputs][inputs], or [outputs][inputs / 2] of two nibbles
+  const float* scales;   // [outputs][inputs / group]
+  const float* offsets;  // like scales, or nullptr
+  float* y;              // [rows][outputs]
+};
+
+// Sixteen int8 codes at a time, or two times sixteen nibbles: the low ones come first.
+template <bool kNibbles>
+struct Codes {
+  static constexpr int kInputs = kNibbles ? 2 * kLanes : kLanes;
+  static constexpr int kVectors = kInputs / kLanes;
+
+  static int64_t RowBytes(const Problem& p) { return kNibbles ? p.inputs / 2 : p.inputs; }
+
+  static void Widen(const int8_t* at, Vec (&codes)[kVectors]) {
+    if constexpr (kNibbles) {
+      const IntVec wide = LoadWide<UnsignedBytes>(at);
+      codes[0] = __builtin_convertvector(wide & 15, Vec);
+      codes[1] = __builtin_convertvector(wide >> 4, Vec);
+    } else {
+      codes[0] = __builtin_convertvector(LoadWide<SignedBytes>(at), Vec);
+    }
+  }
+};
+
+// Calls visit(output, first input, weights of a vector) for kOutputs outputs, input by input.
+template <bool kNibbles, bool kOffsets, typename Visit>
+inline void EachWeight(const Problem& p, int64_t first, Visit visit) {
+  using C = Codes<kNibbles>;
+  const int64_t groups = p.inputs / p.group, stride = C::RowBytes(p);
+  const int8_t* codes[kOutputs];
+  int64_t at[kOutputs];  // outputs past the last one are the last one again
+  for (int o = 0; o < kOutputs; ++o) {
+    const int64_t output = std::min(first + o, p.outputs - 1);
+    codes[o] = p.codes + output * stride;
+    at[o] = output * groups;
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    Vec scale[kOutputs], offset[kOutputs];
+    for (int o = 0; o < kOutputs; ++o) {
+      scale[o] = Splat(p.scales[at[o] + g]);
+      offset[o] = kOffsets ? Splat(p.offsets[at[o] + g]) : Vec{};
+    }
+    for (int64_t i = g * p.group; i < (g + 1) * p.group; i += C::kInputs) {
+#pragma GCC unroll 4
+      for (int o = 0; o < kOutputs; ++o) {
+        Vec wide[C::kVectors];
+        const int8_t* from = codes[o] + (kNibbles ? i / 2 : i);
+        __builtin_prefetch(from + kTilesAhead * kOutputs * stride, 0, 2);
+        C::Widen(from, wide);
+#pragma GCC unroll 2
+        for (int v = 0; v < C::kVectors; ++v)
+          visit(o, i + v * kLanes, kOffsets ? wide[v] * scale[o] + offset[o] : wide[v] * scale[o]);
+      }
+    }
+  }
+}
+
+// Write kOutputs outputs of four rows, those of them that there are: sums[row][output].
+inline void Write(const Problem& p, int64_t row, int rows, int64_t first, const Vec (&sums)[4][4]) {
+  const Vec all = SumEach(sums);
+  const int64_t outputs = std::min<int64_t>(kOutputs, p.outputs - first);
+  for (int r = 0; r < rows; ++r)
+    for (int o = 0; o < outputs; ++o) p.y[(row + r) * p.outputs + first + o] = all[4 * r + o];
+}
+
+// kOutputs outputs, from `first` on, of rows row ... row + R - 1.
+template <bool kNibbles, bool kOffsets, int R>
+inline void Tile(const Problem& p, int64_t row, int64_t first) {
+  const float* x = p.x + row * p.inputs;
+  Vec sum[kRows][kOutputs] = {};
+  EachWeight<kNibbles, kOffsets>(p, first, [&](int o, int64_t i, Vec weight) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) sum[r][o] += weight * Load(x + r * p.inputs + i);
+  });
+  Write(p, row, R, first, sum);
+}
+
+// Outputs begin ... end - 1 of rows row ... last - 1: a tile's codes stay in the first-level cache.
+template <bool kNibbles, bool kOffsets>
+void Run(const Problem& p, int64_t row, int64_t last, int64_t begin, int64_t end) {
+  for (int64_t first = begin; first < end; first += kOutputs) {
+    int64_t r = row;
+    for (; r + kRows <= last; r += kRows) Tile<kNibbles, kOffsets, kRows>(p, r, first);
+    if (last - r == 3) Tile<kNibbles, kOffsets, 3>(p, r, first);
+    if (last - r == 2) Tile<kNibbles, kOffsets, 2>(p, r, first);
+    if (last - r == 1) Tile<kNibbles, kOffsets, 1>(p, r, first);
+  }
+}
+
+// What threads share; outlives the call in the hands of a thread that came too late.
+struct Job {
+  Problem problem;
+  void (*run)(const Problem&, int64_t, int64_t, int64_t, int64_t);
+  int64_t block_rows, block_outputs, blocks_of_outputs, num_tasks;
+  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> done{0};
+
+  void Work() {
+    const Problem& p = problem;
+    for (int64_t i = next.fetch_add(1); i < num_tasks; i = next.fetch_add(1)) {
+      const int64_t row = i / blocks_of_outputs * block_rows;
+      const int64_t begin = i % blocks_of_outputs * block_outputs;
+      run(p, row, std::min(row + block_rows, p.rows), begin,
+          std::min(begin + block_outputs, p.outputs));
+      done.fetch_add(1, std::memory_order_release);
+    }
+  }
+};
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes,
+                    ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> offsets,
+                    ffi::Result<ffi::Buffer<ffi::F32>> y) {
+  auto job = std::make_shared<Job>();
+  Problem& p = job->problem;
+  p.rows = x.dimensions()[0];
+  p.inputs = x.dimensions()[1];
+  p.outputs = codes.dimensions()[0];
+  p.group = p.inputs / scales.dimensions()[1];
+  p.x = x.typed_data();
+  p.codes = static_cast<const int8_t*>(codes.untyped_data());
+  p.scales = scales.typed_data();
+  p.offsets = offsets.element_count() ? offsets.typed_data() : nullptr;
+  p.y = y->typed_data();
+  const bool nibbles = codes.element_type() == ffi::U8;
+  if (p.group % (nibbles ? 2 * kLanes : kLanes))
+    return ffi::Error::InvalidArgument("group: expected a multiple of 16, of 32 for nibbles");
+  if (nibbles && !p.offsets) return ffi::Error::InvalidArgument("nibbles: expected offsets");
+  job->run = nibbles ? Run<true, true> : p.offsets ? Run<false, true> : Run<false, false>;
+
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t bytes = p.outputs * p.inputs / (nibbles ? 2 : 1);
+  const int64_t most = std::max<int64_t>(bytes * std::min<int64_t>(p.rows, 64) / kTaskBytes, 1);
+  const int64_t tasks = std::min(most, 4 * threads);
+  job->block_outputs = CeilDiv(CeilDiv(p.outputs, tasks), kOutputs) * kOutputs;
+  job->blocks_of_outputs = CeilDiv(p.outputs, job->block_outputs);
+  const int64_t fitting = std::max<int64_t>(kBlockBytes / (4 * p.inputs) / kRows * kRows, 4 * kRows);
+  job->block_rows = std::min(fitting, p.rows);
+  job->num_tasks = job->blocks_of_outputs * CeilDiv(p.rows, job->block_rows);
+  const int64_t helpers = std::min(threads, job->num_tasks) - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([job] { job->Work(); });
+  job->Work();
+  while (job->done.load(std::memory_order_acquire) < job->num_tasks) std::this_thread::yield();
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxstateMatmulQuantized, Multiply,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
