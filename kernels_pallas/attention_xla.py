@@ -12,6 +12,7 @@ from jaxstate.kernels_pallas import work as work_columns
 from jaxstate.kernels_pallas.rope import Angles, turn
 from jaxstate.kernels_pallas.work import WorkList
 
+_FAR = 2**30  # behind every position
 MASKED = -1e30  # finite: exp(MASKED - MASKED) stays a number where nothing is visible yet
 
 
@@ -173,7 +174,18 @@ def context_attention(
             after,
         )
 
-    return jax.lax.fori_loop(jnp.int32(0), work.count, visit, partial)
+    def visit_in_window(item_idx, partial: Partial) -> Partial:
+        """Pass over items that no token's window reaches: most of a long context."""
+        assert window is not None
+        item = work.items[item_idx]
+        begin = jnp.where(token_rows < work_columns.PADDING_ROW, positions, _FAR).min() - window
+        last = item[work_columns.BASE] + item[work_columns.FILL] - 1
+        return jax.lax.cond(
+            last > begin, lambda partial: visit(item_idx, partial), lambda partial: partial, partial
+        )
+
+    body = visit if window is None else visit_in_window
+    return jax.lax.fori_loop(jnp.int32(0), work.count, body, partial)
 
 
 def normalize(partial: Partial, block_tokens: int) -> jax.Array:
