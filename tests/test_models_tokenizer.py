@@ -242,9 +242,12 @@ def test_chat_has_the_templates_text_and_ids(smollm2_vocabulary, smollm2):
     assert expects.encode_chat(messages) == chat
     assert not smollm2.encode_chat(messages, add_generation_prompt=False).text.endswith("stant\n")
     template = "{{ messages[0].content }}{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ x }}"
-    other = models.Tokenizer(dataclasses.replace(smollm2_vocabulary, chat_template=template))
+    other = models.Tokenizer(
+        dataclasses.replace(smollm2_vocabulary, chat_template=template, add_bos=True)
+    )
     found = other.encode_chat(messages, tools=[{"name": "f"}], variables={"x": 7})
     assert found.text == "Hellof7"
+    assert found.ids == smollm2.encode("Hellof7")  # the template decides against BOS
 
 
 def test_model_without_template_gets_raw_text_with_one_warning(smollm2_vocabulary, caplog):
