@@ -68,7 +68,7 @@ def from_decoder(decoder: Any, origin: str) -> Pieces:
         )
     strip = "nothing"
     for part in parts:
-        if part["type"] == "Strip" and part["start"] == 1:
+        if part["type"] == "Strip":
             strip = "space"
         if part["type"] == "Metaspace" and _prepends(part):
             strip = "blanks"
@@ -104,7 +104,7 @@ def _is_known(part: dict[str, Any]) -> bool:
     if kind == "Replace":
         return part.get("pattern") == {"String": BLANK} and part.get("content") == " "
     if kind == "Strip":
-        return part.get("content") == " " and part.get("start") in (0, 1) and part.get("stop") == 0
+        return (part.get("content"), part.get("start"), part.get("stop")) == (" ", 1, 0)
     if kind == "Metaspace":
         return part.get("replacement") == BLANK
     return kind in ("ByteFallback", "Fuse")

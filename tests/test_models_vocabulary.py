@@ -156,11 +156,24 @@ def test_damaged_gguf_vocabulary_is_refused(tiny_gguf, changes, message):
         tiny_gguf(changes)
 
 
+BLANKS = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+
+
+def _sequence(*decoders: dict) -> dict:
+    return {"type": "Sequence", "decoders": list(decoders)}
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
         ({"decoder": None}, "decoder: expected one of byte-level BPE or SentencePiece, got none"),
         ({"decoder": {"type": "WordPiece"}}, "decoder: expected .*, got WordPiece; use a model"),
+        ({"decoder": {"type": "Fuse"}}, "decoder: expected .*, got Fuse; use a model"),
+        ({"decoder": _sequence(BLANKS | {"content": "_"})}, "got Replace; use a model"),
+        (
+            {"decoder": _sequence(BLANKS, {"type": "Strip", "content": " ", "start": 2})},
+            "got Replace \\+ Strip; use a model",
+        ),
         ({"model": {"type": "Unknown"}}, "tokenizer.json: expected a tokenizer"),
     ],
 )
