@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 _ALIGNMENT = 64  # from which JAX on CPU takes over a buffer instead of copying it
+_BLOCK = 1 << 18  # numbers that are looked at at once
 
 
 def release(content: np.memmap) -> None:
@@ -22,11 +23,14 @@ def release(content: np.memmap) -> None:
         base.madvise(mmap.MADV_DONTNEED)
 
 
-def place(values: np.ndarray, dtype: Any) -> jax.Array:
-    """Put values on the default device in one pass: cast, made contiguous and never held twice.
+def place(values: np.ndarray, dtype: Any, *, name: str) -> jax.Array:
+    """Put weights on the default device: cast, made contiguous, checked and never held twice.
 
     Args:
       values: any shape, dtype and strides; copied.
+      name: what to call them in messages.
+    Raises:
+      ValueError: they are not finite.
     """
     dtype = np.dtype(dtype)
     num_bytes = values.size * dtype.itemsize
@@ -34,4 +38,11 @@ def place(values: np.ndarray, dtype: Any) -> jax.Array:
     begin = -buffer.ctypes.data % _ALIGNMENT
     out = buffer[begin : begin + num_bytes].view(dtype).reshape(values.shape)
     out[...] = values
+    flat = out.reshape(-1)
+    for first in range(0, flat.size, _BLOCK):  # flags of all at once would take memory, too
+        if not np.isfinite(flat[first : first + _BLOCK]).all():
+            raise ValueError(
+                f"{name}: expected finite numbers, got NaN or infinity; the weight file is "
+                "damaged, fetch it again"
+            )
     return jax.device_put(out)
