@@ -27,6 +27,8 @@ from jaxstate.pages import Pages
 from jaxstate.session import PaidTail, Session, WhenFull
 from jaxstate.tail import NextToken, Tail
 
+_TEXT_CONTEXT = 8  # ids before an answer that can hold the beginning of its first character
+
 
 class Engine:
     """Sessions on a model, in one process and one thread; time and threads are the caller's.
@@ -531,11 +533,12 @@ class Engine:
         paid, skip = session_module.longest_paid(session, ids)
         owner = session.owner if commit else next(self._owners)
         version, context_len = session.version, session.context_len
+        before = [*session.token_ids[-_TEXT_CONTEXT:], *ids.tolist()]
         tail = self._tail(session, owner, paid, skip, len(ids) - skip + request.max_new_tokens)
         try:
             first = self._ask(tail, ids, paid, skip)
             tokens, text, reason = yield from generation.stream_tokens(
-                tail, self.executor, request, first, self._tokenizer
+                tail, self.executor, request, first, self._tokenizer, before[-_TEXT_CONTEXT:]
             )
             if commit:
                 self._commit(session, version, tail, ids, [token.token_id for token in tokens])

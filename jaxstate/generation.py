@@ -62,12 +62,19 @@ def stream_tokens(
     request: Request,
     first: NextToken,
     tokenizer: Tokenizer | None,
+    context: Sequence[int],
 ) -> Generator[Token, None, tuple[list[Token], str, FinishReason]]:
     """Draw and yield tokens behind a forwarded question; return all of them, text and reason.
 
     The last token drawn has not been forwarded.
+
+    Args:
+      context: ids right before the answer, the question's last; a character that they begin is
+        completed by the answer.
     """
-    detokenizer = Detokenizer(tokenizer, skip_special=True) if tokenizer else None
+    detokenizer = None
+    if tokenizer is not None:
+        detokenizer = Detokenizer(tokenizer, skip_special=True, context=context)
     watch = StopStrings(request.stop)
     tokens: list[Token] = []
     shown: list[str] = []

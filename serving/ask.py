@@ -15,7 +15,6 @@ from jaxstate.answer import Answer, Token
 from jaxstate.config import EngineConfig
 from jaxstate.engine import Engine
 from jaxstate.errors import CapacityError, InputError
-from jaxstate.models import chat_template
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.sampling import Sampling
@@ -38,7 +37,7 @@ class Question:
       model: name or path.
       prompt: text.
       raw: the prompt is the whole text; else it is put as a user's message in the model's own
-        chat template.
+        chat template, if it has one.
       max_new_tokens: longest answer, in tokens.
       sampling: how tokens are drawn.
       stop: strings that end the answer.
@@ -126,22 +125,15 @@ def encode_prompt(question: Question, tokenizer: Tokenizer) -> list[int]:
     """Return the prompt's token ids, raw or in the model's chat template.
 
     Raises:
-      ValueError: the prompt is empty, or the model has no chat template.
+      ValueError: the prompt is empty, or the template refuses it.
     """
     if question.raw:
         ids = tokenizer.encode(question.prompt, add_bos=tokenizer.add_bos)
-        if not ids:
-            raise ValueError("prompt: expected some text, got none that the tokenizer keeps")
-        return ids
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"{question.model}: expected a chat template, the model has none; ask with --raw"
-        )
-    text = chat_template.render(
-        [{"role": "user", "content": question.prompt}], tokenizer.chat_template,
-        bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token,
-    )
-    return tokenizer.encode(text)
+    else:
+        ids = tokenizer.encode_chat([{"role": "user", "content": question.prompt}]).ids
+    if not ids:
+        raise ValueError("prompt: expected some text, got none that the tokenizer keeps")
+    return ids
 
 
 def engine_config(model: ModelConfig, prompt_len: int, max_new_tokens: int) -> EngineConfig:

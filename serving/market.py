@@ -130,10 +130,12 @@ def tokenize(tokenizer: Tokenizer) -> Workload:
     lines = rows()
 
     def ids(text: str) -> tuple[int, ...]:
-        return tuple(tokenizer.encode(text))
+        return tuple(tokenizer.encode(text, continues=True))
 
     return Workload(
-        start=ids(SYSTEM + "".join(lines[:START])),
+        start=tuple(
+            tokenizer.encode(SYSTEM + "".join(lines[:START]), add_bos=tokenizer.add_bos)
+        ),
         rounds=tuple(
             ids("".join(lines[begin : begin + ROWS]))
             for begin in range(START, START + ROWS * ROUNDS, ROWS)

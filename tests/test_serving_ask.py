@@ -12,6 +12,8 @@ import pytest
 from command_line import run
 
 from jaxstate import models
+from jaxstate.engine import Engine
+from jaxstate.sampling import Sampling
 from jaxstate.serving import ask
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}{% endfor %}:"
@@ -42,8 +44,17 @@ def jax_settings():
 
 def _ask(capsys, files, *options, model="chat.gguf", prompt=PROMPT):
     return run(
-        capsys, "ask", "--model", files / model, "--prompt", prompt, "--cache-dir", files,
-        "--max-new-tokens", NEW_TOKENS, *options,
+        capsys,
+        "ask",
+        "--model",
+        files / model,
+        "--prompt",
+        prompt,
+        "--cache-dir",
+        files,
+        "--max-new-tokens",
+        NEW_TOKENS,
+        *options,
     )
 
 
@@ -116,7 +127,6 @@ def test_stop_ends_the_text(capsys, files):
 @pytest.mark.parametrize(
     "options, model, prompt, message",
     [
-        ((), "base.gguf", PROMPT, "expected a chat template, the model has none; ask with --raw"),
         (("--raw",), "base.gguf", "", "prompt: expected some text"),
         (("--raw",), "base.gguf", "x" * 60, "60 prompt tokens and 12 new ones exceed the model's"),
         (("--raw",), "absent.gguf", PROMPT, "an existing path or an id"),
@@ -140,3 +150,29 @@ def test_only_needed_steps_are_compiled(chat_model, prompt_len, tokens):
     config = ask.engine_config(long, prompt_len, 10)
     assert [shape.num_tokens for shape in config.step_shapes] == tokens
     assert config.num_cells >= prompt_len + 10 + 2 * config.page_size
+
+
+def test_answer_completes_a_character_that_the_question_began(chat_model):
+    """And shows nothing of the question itself."""
+    first, second = "é".encode()
+    config = ask.engine_config(chat_model.config, 8, 4)
+    engine = Engine(chat_model.params, chat_model.config, config, tokenizer=chat_model.tokenizer)
+    ids = {
+        chat_model.tokenizer.token_bytes(idx): idx for idx in range(chat_model.config.vocab_size)
+    }
+    question = [ids[b"a"], ids[bytes([first])]]
+    forced = Sampling(logit_bias={ids[bytes([second])]: 100.0})
+    session = engine.create()
+    assert engine.query(session, question, max_new_tokens=1, sampling=forced).text == "é"
+    engine.append(session, question)
+    assert (
+        engine.query(session, [ids[bytes([second])]], max_new_tokens=1, sampling=forced).text
+        == "\ufffd"
+    )
+
+
+def test_base_model_gets_the_message_as_raw_text_with_a_warning(capsys, files, caplog):
+    asked = json.loads(_ask(capsys, files, "--json", model="base.gguf").out)
+    raw = json.loads(_ask(capsys, files, "--json", "--raw", model="base.gguf").out)
+    assert asked["prompt_ids"] == raw["prompt_ids"]
+    assert "no chat template" in caplog.text
