@@ -13,9 +13,10 @@ from jaxstate.kernels_pallas import work as work_columns
 from jaxstate.kernels_pallas.gate_scan_xla import gate_scan
 from jaxstate.kernels_pallas.kv_write_xla import kv_write
 from jaxstate.kernels_pallas.rope import angles_at, turn
-from jaxstate.models import decoder
+from jaxstate.models import decoder, quantized
 from jaxstate.models.config import LayerConfig, ModelConfig
 from jaxstate.models.params import Params
+from jaxstate.models.quantized import Product
 from jaxstate.models.rope import RopeConfig
 from jaxstate.models.sharding import Sharding
 from jaxstate.state import PAGE_AXES, LayerPages, Outputs, Pool, Rows, StepShape
@@ -42,7 +43,8 @@ def step(
       pool: pages of every layer; donated.
       rows: see Rows.
       allowed_bits: [sets, ceil(vocab / 32)] uint32 packed allowed sets.
-      implementation: of the attention, from `dispatch.choose`.
+      implementation: of attention and of products with quantized matrices, from
+        `dispatch.choose`.
       sharding: how params and pool lie over several devices; rows and outputs are on all of them.
     Returns:
       pool: with the new tokens' keys and values written.  outputs: see Outputs.
@@ -99,8 +101,11 @@ def step(
             function = _on_every_device(function, sharding)
         return function(q, k, v, pages, rows, tails[layer.window], ropes[layer.rope])
 
-    hidden, pool = decoder.forward(params, config, rows.token_ids, attend, pool)
-    return pool, _outputs(params, config, hidden, rows, allowed_bits)
+    # XLA splits its own products over devices, but no calls of kernels.
+    product = dispatch.product(implementation) if sharding is None else None
+    product = product or quantized.plain_product
+    hidden, pool = decoder.forward(params, config, rows.token_ids, attend, pool, product)
+    return pool, _outputs(params, config, hidden, rows, allowed_bits, product)
 
 
 def _on_every_device(mix, sharding: Sharding):
@@ -129,7 +134,9 @@ def _rope_tables(rope: RopeConfig, config: ModelConfig, rows: Rows) -> dict:
     }
 
 
-def _outputs(params, config: ModelConfig, hidden, rows: Rows, allowed_bits) -> Outputs:
+def _outputs(
+    params, config: ModelConfig, hidden, rows: Rows, allowed_bits, product: Product
+) -> Outputs:
     """Logits and summaries of the wanted rows; no vocabulary work when none is wanted."""
     wanted = hidden[rows.output_tokens]  # [rows, hidden_size]
     num_rows, vocab = wanted.shape[0], config.vocab_size
@@ -139,11 +146,11 @@ def _outputs(params, config: ModelConfig, hidden, rows: Rows, allowed_bits) -> O
 
     def first(wanted):
         # One row reads the output matrix at memory speed, which a padded product does not.
-        one = decoder.logits(params, config, wanted[:1])
+        one = decoder.logits(params, config, wanted[:1], product)
         return jnp.zeros((num_rows, vocab), one.dtype).at[:1].set(one)
 
     def every(wanted):
-        return decoder.logits(params, config, wanted)
+        return decoder.logits(params, config, wanted, product)
 
     branches = [none, first] if num_rows == 1 else [none, first, every]
     logits = jax.lax.switch(jnp.minimum(rows.num_outputs, len(branches) - 1), branches, wanted)

@@ -96,6 +96,32 @@ class ExpertConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """How a matrix is kept in few bits: a weight is scale * code + offset.
+
+    Attributes:
+      bits: of a code; 8 (signed) or 4 (unsigned).
+      group: inputs that share a scale and an offset, a multiple of 16 (of 32 for 4 bits); None =
+        all inputs of an output.
+      offsets: whether there are any; 4 bits need them.
+    """
+
+    bits: int
+    group: int | None = None
+    offsets: bool = False
+
+    def __post_init__(self):
+        """Check that products can be computed with it."""
+        if self.bits not in (4, 8):
+            raise ValueError(f"bits: expected 4 or 8, got {self.bits}")
+        multiple = 32 if self.bits == 4 else 16
+        if self.group is not None and (self.group < 1 or self.group % multiple):
+            raise ValueError(f"group: expected a multiple of {multiple}, got {self.group}")
+        if self.bits == 4 and not self.offsets:
+            raise ValueError("offsets: expected True for codes of 4 bits, got False")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only transformer with pre-norm blocks, gated MLPs and rotary attention.
 
@@ -119,6 +145,7 @@ class ModelConfig:
       query_scale: queries are multiplied by this, beside 1 / sqrt(head_dim).
       experts: what layers that are `routed` consist of.
       dtypes: see DtypePolicy.
+      quantized: weights that are kept in few bits, by path (see params.map_specs).
     """
 
     family: str
@@ -142,6 +169,7 @@ class ModelConfig:
     query_scale: float = 1.0
     experts: ExpertConfig | None = None
     dtypes: DtypePolicy = dataclasses.field(default_factory=DtypePolicy)
+    quantized: tuple[tuple[str, Quantization], ...] = ()
 
     def __post_init__(self):
         """Check that sizes fit together."""

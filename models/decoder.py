@@ -9,10 +9,11 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxstate.models import experts
+from jaxstate.models import experts, quantized
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.layers import add_bias, mlp, project, rms_norm
 from jaxstate.models.params import Params
+from jaxstate.models.quantized import Product, QuantizedMatrix
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 """attend(layer_idx, q, k, v, state) -> (out, state).
@@ -24,7 +25,12 @@ is like q.
 
 
 def forward(
-    params: Params, config: ModelConfig, token_ids: jax.Array, attend: Attend, layer_states
+    params: Params,
+    config: ModelConfig,
+    token_ids: jax.Array,
+    attend: Attend,
+    layer_states,
+    product: Product = quantized.plain_product,
 ) -> tuple[jax.Array, tuple]:
     """Run the decoder over a flat list of tokens.
 
@@ -32,30 +38,44 @@ def forward(
       token_ids: [tokens] int32.
       attend: mixes tokens; the only part that knows of positions, caches and masks.
       layer_states: one pytree per layer, handed to `attend` and returned as it left them.
+      product: multiplies by quantized matrices.
     Returns:
       hidden: [tokens, hidden_size], after the final norm.  layer_states: tuple, one per layer.
     """
     chex.assert_rank(token_ids, 1)
     chex.assert_type(token_ids, jnp.int32)
-    x = params["embed"][token_ids].astype(config.dtypes.compute_dtype)
+    embed = params["embed"]
+    if isinstance(embed, QuantizedMatrix):
+        x = quantized.look_up(embed, token_ids)
+    else:
+        x = embed[token_ids]
+    x = x.astype(config.dtypes.compute_dtype)
     if config.embed_scale != 1.0:
         x = x * jnp.asarray(config.embed_scale, x.dtype)
     new_states = []
     for layer_idx, (layer, state) in enumerate(zip(params["layers"], layer_states, strict=True)):
         with jax.named_scope(f"layer_{layer_idx}"):
-            x, state = _block(layer, config, layer_idx, x, attend, state)
+            x, state = _block(layer, config, layer_idx, x, attend, state, product)
         new_states.append(state)
     hidden = rms_norm(x, params["final_norm"], config.rms_norm_eps, config.dtypes)
     return hidden, tuple(new_states)
 
 
-def _block(layer: Params, config: ModelConfig, layer_idx: int, x, attend: Attend, state):
+def _block(
+    layer: Params,
+    config: ModelConfig,
+    layer_idx: int,
+    x: jax.Array,
+    attend: Attend,
+    state,
+    product: Product,
+):
     """One block; x is [tokens, hidden_size]."""
     dtypes, eps = config.dtypes, config.rms_norm_eps
     normed = rms_norm(x, layer["attn_norm"], eps, dtypes)
-    q = add_bias(project(normed, layer["wq"], 1, dtypes), layer.get("bq"))
-    k = add_bias(project(normed, layer["wk"], 1, dtypes), layer.get("bk"))
-    v = add_bias(project(normed, layer["wv"], 1, dtypes), layer.get("bv"))
+    q = add_bias(project(normed, layer["wq"], 1, dtypes, product), layer.get("bq"))
+    k = add_bias(project(normed, layer["wk"], 1, dtypes, product), layer.get("bk"))
+    v = add_bias(project(normed, layer["wv"], 1, dtypes, product), layer.get("bv"))
     if config.qk_norm:
         q = rms_norm(q, layer["q_norm"], eps, dtypes)
         k = rms_norm(k, layer["k_norm"], eps, dtypes)
@@ -66,25 +86,32 @@ def _block(layer: Params, config: ModelConfig, layer_idx: int, x, attend: Attend
         q = q * jnp.asarray(factors, q.dtype)
     with jax.named_scope("attention"):
         mixed, state = attend(layer_idx, q, k, v, state)
-    mixed = add_bias(project(mixed, layer["wo"], 2, dtypes), layer.get("bo"))
+    mixed = add_bias(project(mixed, layer["wo"], 2, dtypes, product), layer.get("bo"))
     if config.post_norms:
         mixed = rms_norm(mixed, layer["post_attn_norm"], eps, dtypes)
     x = x + mixed
     normed = rms_norm(x, layer["mlp_norm"], eps, dtypes)
     with jax.named_scope("mlp"):
         if config.layers[layer_idx].routed:
-            mixed = experts.mix(normed, layer, config)
+            mixed = experts.mix(normed, layer, config, product)
         else:
-            mixed = mlp(normed, layer, config)
+            mixed = mlp(normed, layer, config, product)
     if config.post_norms:
         mixed = rms_norm(mixed, layer["post_mlp_norm"], eps, dtypes)
     return x + mixed, state
 
 
-def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
+def logits(
+    params: Params,
+    config: ModelConfig,
+    hidden: jax.Array,
+    product: Product = quantized.plain_product,
+) -> jax.Array:
     """Multiply final hidden states [rows, hidden_size] by the output matrix: [rows, vocab] f32."""
     matrix = params["embed"] if config.tied_embeddings else params["lm_head"]
     dtypes = config.dtypes
+    if isinstance(matrix, QuantizedMatrix):
+        return quantized.multiply(hidden, matrix, product).astype(dtypes.accum_dtype)
     return jnp.einsum(
         "RE,VE->RV",
         hidden,

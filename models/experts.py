@@ -9,12 +9,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxstate.models import quantized
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.layers import activate, project
 from jaxstate.models.params import Params
+from jaxstate.models.quantized import Product, QuantizedMatrix
 
 
-def mix(x: jax.Array, layer: Params, config: ModelConfig) -> jax.Array:
+def mix(x: jax.Array, layer: Params, config: ModelConfig, product: Product) -> jax.Array:
     """Send tokens through their experts: [tokens, hidden_size] -> the same.
 
     A token's result depends on no other token: products are grouped by expert, not padded to a
@@ -23,7 +25,7 @@ def mix(x: jax.Array, layer: Params, config: ModelConfig) -> jax.Array:
     experts, dtypes = config.experts, config.dtypes
     assert experts is not None  # ModelConfig has checked it
     tokens = x.shape[0]
-    scores = project(x, layer["router"], 1, dtypes).astype(dtypes.accum_dtype)
+    scores = project(x, layer["router"], 1, dtypes, product).astype(dtypes.accum_dtype)
     shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), experts.per_token)
     if experts.normalize:
         shares = shares / shares.sum(axis=-1, keepdims=True)
@@ -32,7 +34,9 @@ def mix(x: jax.Array, layer: Params, config: ModelConfig) -> jax.Array:
     order = jnp.argsort(pairs, stable=True)
     sizes = jnp.bincount(pairs, length=experts.count).astype(jnp.int32)
 
-    def product(rows, weight):
+    def grouped(rows, weight):
+        if isinstance(weight, QuantizedMatrix):
+            weight = quantized.experts(weight)
         return jax.lax.ragged_dot(
             rows,
             weight.astype(dtypes.compute_dtype),
@@ -42,8 +46,8 @@ def mix(x: jax.Array, layer: Params, config: ModelConfig) -> jax.Array:
         ).astype(dtypes.compute_dtype)
 
     rows = x[order // experts.per_token]
-    inner = activate(product(rows, layer["experts_gate"]), config.activation)
-    mixed = product(inner * product(rows, layer["experts_up"]), layer["experts_down"])
+    inner = activate(grouped(rows, layer["experts_gate"]), config.activation)
+    mixed = grouped(inner * grouped(rows, layer["experts_up"]), layer["experts_down"])
     mixed = mixed[jnp.argsort(order)].reshape(tokens, experts.per_token, -1)
     weighted = mixed.astype(dtypes.accum_dtype) * shares[..., None]
     return weighted.sum(axis=1).astype(dtypes.compute_dtype)

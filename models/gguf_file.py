@@ -12,9 +12,10 @@ from typing import Any
 import gguf
 import numpy as np
 
-from jaxstate.models import gguf_tables, host_memory
+from jaxstate.models import gguf_codes, gguf_tables, host_memory
 from jaxstate.models.fields import Fields
 from jaxstate.models.gguf_tables import GgufTensor
+from jaxstate.models.quantized import QuantizedMatrix
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -100,6 +101,11 @@ class GgufFile:
                 f"{tensor.encoding.name}; use another quantization of the model"
             ) from error
         return out
+
+    def read_codes(self, name: str) -> QuantizedMatrix | None:
+        """Return a tensor in its few bits, None if they have no such form; see gguf_codes."""
+        self._release()
+        return gguf_codes.matrix_of(self.tensors[name])
 
     def _release(self) -> None:
         for content in self._contents:

@@ -6,21 +6,28 @@ import pathlib
 
 import numpy as np
 
-from jaxstate.models import registry, weights
-from jaxstate.models.config import DtypePolicy, ModelConfig
+from jaxstate.models import quantized, registry
+from jaxstate.models.config import DtypePolicy, ModelConfig, Quantization
 from jaxstate.models.families.base import Gguf
 from jaxstate.models.gguf_file import GgufFile
 from jaxstate.models.params import Params
+from jaxstate.models.quantized import QuantizedMatrix, Weights
+from jaxstate.models.weights import assemble
 
 
 def load_gguf(
-    source: GgufFile | str | pathlib.Path, *, dtypes: DtypePolicy | None = None
+    source: GgufFile | str | pathlib.Path,
+    *,
+    dtypes: DtypePolicy | None = None,
+    weights: Weights | Quantization = "float",
 ) -> tuple[ModelConfig, Params]:
-    """Read configuration and weights; quantized tensors are dequantized.
+    """Read configuration and weights.
 
     Args:
       source: path, or a file already opened.
       dtypes: f32 throughout if None; weights are cast to its param_dtype.
+      weights: "stored" keeps tensors in the file's own few bits where their encoding has a form
+        for it (see gguf_codes), and dequantizes the others.
     Returns:
       The configuration, and the tree of param_specs(config).
     Raises:
@@ -32,15 +39,17 @@ def load_gguf(
     form = _format(file)
     config = form.config(file, dtypes or DtypePolicy())
 
-    def read(name: str) -> np.ndarray:
+    def read(name: str) -> np.ndarray | QuantizedMatrix:
+        if weights == "stored" and (stored := file.read_codes(name)) is not None:
+            return stored
         # Vectors stay f32 until they are in memory: families add to norms.
         is_vector = len(file.tensors[name].shape) == 1
         return file.read(name, np.float32 if is_vector else config.dtypes.param_dtype)
 
-    params = weights.assemble(
-        config, form.layout, shapes=file.shapes, read=read, origin=str(file.path)
-    )
-    return config, params
+    return assemble(
+        config, form.layout, shapes=file.shapes, read=read, origin=str(file.path),
+        form=quantized.form_of(weights),
+    )  # fmt: skip
 
 
 def read_config(file: GgufFile, dtypes: DtypePolicy) -> ModelConfig:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
+from jaxstate.models import quantized
 from jaxstate.models.config import Activation, DtypePolicy, ModelConfig
 from jaxstate.models.params import Params
+from jaxstate.models.quantized import Product, QuantizedMatrix
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtypes: DtypePolicy) -> jax.Array:
@@ -19,20 +23,32 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtypes: DtypePolicy) ->
     return (wide * inverse * scale.astype(dtypes.accum_dtype)).astype(dtypes.compute_dtype)
 
 
-def project(x: jax.Array, weight: jax.Array, num_inputs: int, dtypes: DtypePolicy) -> jax.Array:
+def project(
+    x: jax.Array,
+    weight: jax.Array | QuantizedMatrix,
+    num_inputs: int,
+    dtypes: DtypePolicy,
+    product: Product,
+) -> jax.Array:
     """Contract x's last `num_inputs` dimensions with the weight's first ones.
 
     One two-dimensional product whatever the head layout: reshapes of row-major arrays are free,
     and XLA's CPU backend is fastest on a plain matrix product.
+
+    Args:
+      product: multiplies by quantized matrices.
     """
     lead = x.shape[: x.ndim - num_inputs]
     outputs = weight.shape[num_inputs:]
-    rows = x.reshape(-1, _size(x.shape[x.ndim - num_inputs :]))
-    matrix = weight.reshape(rows.shape[1], _size(outputs)).astype(dtypes.compute_dtype)
-    product = jnp.matmul(
-        rows, matrix, precision=dtypes.precision, preferred_element_type=dtypes.accum_dtype
-    )
-    return product.astype(dtypes.compute_dtype).reshape(*lead, *outputs)
+    rows = x.reshape(-1, math.prod(x.shape[x.ndim - num_inputs :]))
+    if isinstance(weight, QuantizedMatrix):
+        result = quantized.multiply(rows, weight, product)
+    else:
+        matrix = weight.reshape(rows.shape[1], math.prod(outputs)).astype(dtypes.compute_dtype)
+        result = jnp.matmul(
+            rows, matrix, precision=dtypes.precision, preferred_element_type=dtypes.accum_dtype
+        )
+    return result.astype(dtypes.compute_dtype).reshape(*lead, *outputs)
 
 
 def add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -48,20 +64,13 @@ def activate(gate: jax.Array, activation: Activation) -> jax.Array:
     return jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)
 
 
-def mlp(x: jax.Array, layer: Params, config: ModelConfig) -> jax.Array:
+def mlp(x: jax.Array, layer: Params, config: ModelConfig, product: Product) -> jax.Array:
     """Apply the gated MLP of a layer: [tokens, hidden_size] -> the same."""
     dtypes = config.dtypes
-    gate = add_bias(project(x, layer["w_gate"], 1, dtypes), layer.get("b_gate"))
-    up = add_bias(project(x, layer["w_up"], 1, dtypes), layer.get("b_up"))
+    gate = add_bias(project(x, layer["w_gate"], 1, dtypes, product), layer.get("b_gate"))
+    up = add_bias(project(x, layer["w_up"], 1, dtypes, product), layer.get("b_up"))
     inner = activate(gate, config.activation) * up
-    return add_bias(project(inner, layer["w_down"], 1, dtypes), layer.get("b_down"))
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
+    return add_bias(project(inner, layer["w_down"], 1, dtypes, product), layer.get("b_down"))
 
 
 def rotate(x: jax.Array, positions: jax.Array, inverse_frequencies: jax.Array) -> jax.Array:

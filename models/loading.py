@@ -11,16 +11,20 @@ from jaxstate.models import checkpoint, config_json, gguf_loader, safetensors_lo
 from jaxstate.models.config import DtypePolicy, ModelConfig
 from jaxstate.models.gguf_file import GgufFile
 from jaxstate.models.loaded_model import LoadedModel
+from jaxstate.models.quantized import Weights
 from jaxstate.models.tokenizer import Tokenizer
 
 
-def load(model: str | pathlib.Path, *, dtype: str = "float32") -> LoadedModel:
+def load(
+    model: str | pathlib.Path, *, dtype: str = "float32", weights: Weights = "float"
+) -> LoadedModel:
     """Load a model with its tokenizer.
 
     Args:
       model: a GGUF file, a Hugging Face directory, a checkpoint of `save_checkpoint`, or a name
         that `sources.resolve` knows, such as an id of the Hugging Face hub.
       dtype: name of a DtypePolicy, "float32" or "bfloat16".
+      weights: what matrices are kept as, see quantized.Weights; a checkpoint's stay what they are.
     Raises:
       ValueError: nothing is there, or the model cannot be used; the message says why.
       RuntimeError: see sources.resolve.
@@ -29,8 +33,13 @@ def load(model: str | pathlib.Path, *, dtype: str = "float32") -> LoadedModel:
     path = sources.resolve(model)
     try:
         if (path / checkpoint.ABOUT).is_file():
+            if weights != "float":
+                raise ValueError(
+                    f'{path}: weights: expected "float" for a checkpoint, whose weights stay as '
+                    f"they were saved, got {weights!r}; load the model that it was made of"
+                )
             return checkpoint.load_checkpoint(path, dtypes=dtypes)
-        return _load_files(path, dtypes)
+        return _load_files(path, dtypes, weights)
     except OSError as error:
         raise ValueError(
             f"{error.filename or path}: expected a file that can be read, got "
@@ -38,14 +47,14 @@ def load(model: str | pathlib.Path, *, dtype: str = "float32") -> LoadedModel:
         ) from error
 
 
-def _load_files(path: pathlib.Path, dtypes: DtypePolicy) -> LoadedModel:
+def _load_files(path: pathlib.Path, dtypes: DtypePolicy, weights: Weights) -> LoadedModel:
     if path.is_dir():
-        config, params = safetensors_loader.load_safetensors(path, dtypes=dtypes)
+        config, params = safetensors_loader.load_safetensors(path, dtypes=dtypes, weights=weights)
         tokenizer = Tokenizer.from_hf_dir(path)
         files = safetensors_loader.weight_files(path)
     else:
         file = GgufFile(path)
-        config, params = gguf_loader.load_gguf(file, dtypes=dtypes)
+        config, params = gguf_loader.load_gguf(file, dtypes=dtypes, weights=weights)
         tokenizer = Tokenizer.from_gguf(file)
         files = file.paths
     if tokenizer.vocab_size > config.vocab_size:

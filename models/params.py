@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstate.models import quantized
 from jaxstate.models.config import DtypePolicy, LayerConfig, ModelConfig
 
 Params = dict[str, Any]
@@ -35,6 +36,24 @@ class ParamSpec:
     axes: tuple[str, ...]
     kind: Kind = "matrix"
     fan_in: int = 0
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape in weight files: a matrix is [outputs, inputs], heads are flattened.
+
+        Matrices of experts have the expert in front.
+        """
+        if self.kind != "matrix":
+            return (math.prod(self.shape),)
+        if self.axes[0] == "vocab":
+            return self.shape
+        lead = self.shape[:1] if self.axes[0] == "experts" else ()
+        return (*lead, math.prod(self.shape[len(lead) :]) // self.fan_in, self.fan_in)
+
+    @property
+    def may_be_quantized(self) -> bool:
+        """Whether codes are worth it: few weights choose experts, and much hangs on them."""
+        return self.kind == "matrix" and self.axes[-1] != "experts"
 
     def dtype(self, dtypes: DtypePolicy) -> Any:
         """Return its dtype in memory: norms are few and multiply everything, so they stay wide."""
@@ -153,9 +172,14 @@ def map_specs(function: Callable[[str, ParamSpec], Any], config: ModelConfig) ->
 
 def abstract_params(config: ModelConfig) -> Params:
     """Return the tree of jax.ShapeDtypeStruct, for lowering and restoring without weights."""
-    return map_specs(
-        lambda _, spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype(config.dtypes)), config
-    )
+    forms = dict(config.quantized)
+
+    def abstract(path: str, spec: ParamSpec):
+        if path in forms:
+            return quantized.abstract(forms[path], spec.stored_shape, spec.shape)
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype(config.dtypes))
+
+    return map_specs(abstract, config)
 
 
 def init_params(config: ModelConfig, seed: int) -> Params:

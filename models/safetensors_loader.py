@@ -10,11 +10,13 @@ import numpy as np
 import safetensors
 
 from jaxstate.models import fields as fields_lib
-from jaxstate.models import host_memory, registry, weights
-from jaxstate.models.config import DtypePolicy, ModelConfig
+from jaxstate.models import host_memory, quantized, registry
+from jaxstate.models.config import DtypePolicy, ModelConfig, Quantization
 from jaxstate.models.families.base import HuggingFace
 from jaxstate.models.fields import Fields
 from jaxstate.models.params import Params
+from jaxstate.models.quantized import Weights
+from jaxstate.models.weights import assemble
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -22,13 +24,17 @@ _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
 def load_safetensors(
-    directory: str | pathlib.Path, *, dtypes: DtypePolicy | None = None
+    directory: str | pathlib.Path,
+    *,
+    dtypes: DtypePolicy | None = None,
+    weights: Weights | Quantization = "float",
 ) -> tuple[ModelConfig, Params]:
     """Read configuration and weights of a Hugging Face directory, sharded or not.
 
     Args:
       directory: holds config.json, and model.safetensors or its index and shards.
       dtypes: f32 throughout if None; weights are cast to its param_dtype.
+      weights: what to make of matrices; "stored" is of GGUF files only.
     Returns:
       The configuration, and the tree of param_specs(config).
     Raises:
@@ -36,16 +42,21 @@ def load_safetensors(
         or the tensors do not fit the configuration.
     """
     directory = pathlib.Path(directory)
+    if weights == "stored":
+        raise ValueError(
+            f'{directory}: weights: expected "float" or a form to quantize to, got "stored", which '
+            "only GGUF files have"
+        )
     fields, form = _format(directory)
     config = form.config(fields, dtypes or DtypePolicy())
     tensors = _Tensors()
     for path in weight_files(directory):
         tensors.add(path)
     tensors.check_index(directory)
-    params = weights.assemble(
-        config, form.layout, shapes=tensors.shapes, read=tensors.read, origin=str(directory)
-    )
-    return config, params
+    return assemble(
+        config, form.layout, shapes=tensors.shapes, read=tensors.read, origin=str(directory),
+        form=quantized.form_of(weights),
+    )  # fmt: skip
 
 
 def read_config(directory: pathlib.Path, dtypes: DtypePolicy) -> ModelConfig:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import math
 from collections.abc import Callable, Iterable, Mapping
 
+import jax
 import numpy as np
 
-from jaxstate.models import host_memory
+from jaxstate.models import host_memory, quantized
 from jaxstate.models import params as params_lib
-from jaxstate.models.config import ModelConfig
+from jaxstate.models.config import ModelConfig, Quantization
 from jaxstate.models.params import Params, ParamSpec
+from jaxstate.models.quantized import QuantizedMatrix
 
 Restore = Callable[[np.ndarray, ParamSpec, ModelConfig], np.ndarray]
 
@@ -47,29 +48,11 @@ class WeightLayout:
         return "{expert}" in self.names[path.rpartition(".")[2]]
 
 
-def stored_shape(spec: ParamSpec) -> tuple[int, ...]:
-    """Return the shape weight files use: a matrix is [outputs, inputs], heads are flattened.
-
-    Matrices of experts have the expert in front.
-    """
-    if spec.kind != "matrix":
-        return (math.prod(spec.shape),)
-    if spec.axes[0] == "vocab":
-        return spec.shape
-    lead = spec.shape[:1] if _is_of_experts(spec) else ()
-    outputs = math.prod(spec.shape[len(lead) :]) // spec.fan_in
-    return (*lead, outputs, spec.fan_in)
-
-
 def to_layout(stored: np.ndarray, spec: ParamSpec) -> np.ndarray:
-    """Turn a tensor of `stored_shape(spec)` into this package's layout, inputs first."""
+    """Turn a tensor of `spec.stored_shape` into this package's layout, inputs first."""
     if spec.kind == "matrix" and spec.axes[0] != "vocab":
         stored = stored.swapaxes(-1, -2)
     return stored.reshape(spec.shape)
-
-
-def _is_of_experts(spec: ParamSpec) -> bool:
-    return spec.axes[0] == "experts"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +81,7 @@ def _places(config: ModelConfig, layout: WeightLayout) -> dict[str, _Place]:
         sharing.setdefault(layout.tensor_name(path), []).append(path)
     places = {}
     for paths in sharing.values():
-        shapes = [stored_shape(specs[path]) for path in paths]
+        shapes = [specs[path].stored_shape for path in paths]
         per_expert = layout.is_per_expert(paths[0])
         if per_expert:
             shapes = [shape[1:] for shape in shapes]
@@ -122,19 +105,22 @@ def assemble(
     layout: WeightLayout,
     *,
     shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], np.ndarray],
+    read: Callable[[str], np.ndarray | QuantizedMatrix],
     origin: str,
-) -> Params:
+    form: Quantization | None = None,
+) -> tuple[ModelConfig, Params]:
     """Build and check the parameter tree; tensors are read one at a time.
 
     An output matrix stored beside a tied embedding is ignored, as Hugging Face does.
 
     Args:
       shapes: every tensor of the file and its shape.
-      read: returns one tensor by name, any float dtype; cast here.
+      read: returns one tensor by name, of any float dtype, cast here; or in few bits, as it is.
       origin: what to call the file in messages.
+      form: of matrices that are read as floats; None = floats.
     Returns:
-      The tree of param_specs(config); its arrays share no memory with the file.
+      The configuration, which says what is quantized, and the tree of param_specs(config); its
+      arrays share no memory with the file.
     Raises:
       ValueError: a tensor is missing, not expected, of another shape, or not finite.
     """
@@ -163,24 +149,38 @@ def assemble(
                     f"{tuple(shapes[name])}; the weights do not belong to this configuration"
                 )
 
-    def part(name: str, place: _Place) -> np.ndarray:
+    def part(name: str, place: _Place) -> np.ndarray | QuantizedMatrix:
         stored = read(name)
-        if place.end - place.begin == stored.shape[max(stored.ndim - 2, 0)]:
+        axis = max(len(place.shape) - 2, 0)
+        if place.end - place.begin == place.shape[axis]:
             return stored
-        index = slice(place.begin, place.end)
-        return stored[:, index] if stored.ndim == 3 else stored[index]
+        index = (slice(None),) * axis + (slice(place.begin, place.end),)
+        return jax.tree.map(lambda array: array[index], stored)
+
+    forms: list[tuple[str, Quantization]] = []
 
     def load(path: str, spec: ParamSpec):
         place = places[path]
         parts = [part(name, place) for name in place.tensors]
-        stored = np.stack(parts) if layout.is_per_expert(path) else parts[0]
+        stored = parts[0]
+        if layout.is_per_expert(path):
+            stored = jax.tree.map(lambda *arrays: np.stack(arrays), *parts)
         restore = layout.restore.get(path.rpartition(".")[2])
-        if restore is not None:
-            stored = restore(stored, spec, config)
-        dtype = spec.dtype(config.dtypes)
-        return host_memory.place(to_layout(stored, spec), dtype, name=f"{origin}: {path}")
+        if restore is not None:  # rows only, which codes and scales have alike
+            stored = jax.tree.map(lambda array: restore(array, spec, config), stored)
+        if form is not None and spec.may_be_quantized and isinstance(stored, np.ndarray):
+            stored = quantized.quantize(stored, form)
+        if isinstance(stored, np.ndarray):
+            dtype = spec.dtype(config.dtypes)
+            return host_memory.place(to_layout(stored, spec), dtype, name=path)
+        forms.append((path, quantized.describe(stored)))
+        placed = jax.tree.map(
+            lambda array: host_memory.place(array, array.dtype, name=path), stored
+        )
+        return placed.replace(shape=spec.shape)
 
-    return params_lib.map_specs(load, config)
+    params = params_lib.map_specs(load, config)
+    return dataclasses.replace(config, quantized=tuple(forms)), params
 
 
 def _first(names: Iterable[str]) -> str:
