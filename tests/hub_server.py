@@ -39,13 +39,11 @@ class Hub:
       endpoint: its address.
       repos: by id; may be changed while it runs.
       requests: method and path of every request so far.
-      broken: the file whose connection is closed half-way.
     """
 
     endpoint: str
     repos: dict[str, Repo]
     requests: list[str] = dataclasses.field(default_factory=list)
-    broken: str = ""
 
     @property
     def fetched(self) -> list[str]:
@@ -103,18 +101,16 @@ def serve(repos: dict[str, Repo]) -> Iterator[Hub]:
             if repo.gated:
                 self._refuse(403, "GatedRepo")
             else:
-                self._send(repo.files[name], cut=name == hub.broken)
+                self._send(repo.files[name])
 
-        def _send(self, data, cut=False):
+        def _send(self, data):
             self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
             self.send_header("ETag", f'"{_etag(data)}"')
             self.send_header("X-Repo-Commit", SHA)
             self.end_headers()
             if self.command == "GET":
-                self.wfile.write(data[: len(data) // 2] if cut else data)
-            if cut:
-                self.close_connection = True
+                self.wfile.write(data)
 
         def _refuse(self, status, code):
             self.send_response(status)
