@@ -39,6 +39,16 @@ def test_checkpoint_loads_as_the_model_it_was_saved_from(saved):
     assert [path.name for path in path.parent.iterdir()] == ["tiny"]
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantized_model_is_saved_in_its_bits(tmp_path, weights):
+    path = command_line.write_tiny_gguf(tmp_path / "tiny.gguf")
+    model = models.load(path, weights=weights)
+    models.save_checkpoint(tmp_path / "saved", model)
+    again = models.load(tmp_path / "saved")
+    assert again.config == model.config and again.config.quantized
+    model_files.assert_bitwise_equal(again.params, model.params)
+
+
 def test_checkpoint_of_another_dtype_is_refused(saved):
     _, path, dtype = saved
     other = "float32" if dtype == "bfloat16" else "bfloat16"
