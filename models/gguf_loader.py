@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxstate.models import quantized, registry
 from jaxstate.models.config import DtypePolicy, ModelConfig, Quantization
@@ -20,6 +21,7 @@ def load_gguf(
     *,
     dtypes: DtypePolicy | None = None,
     weights: Weights | Quantization = "float",
+    mesh: Mesh | None = None,
 ) -> tuple[ModelConfig, Params]:
     """Read configuration and weights.
 
@@ -28,6 +30,7 @@ def load_gguf(
       dtypes: f32 throughout if None; weights are cast to its param_dtype.
       weights: "stored" keeps tensors in the file's own few bits where their encoding has a form
         for it (see gguf_codes), and dequantizes the others.
+      mesh: devices that weights go to as they are read; None = the default one.
     Returns:
       The configuration, and the tree of param_specs(config).
     Raises:
@@ -48,7 +51,7 @@ def load_gguf(
 
     return assemble(
         config, form.layout, shapes=file.shapes, read=read, origin=str(file.path),
-        form=quantized.form_of(weights),
+        form=quantized.form_of(weights), mesh=mesh,
     )  # fmt: skip
 
 

@@ -23,12 +23,15 @@ def release(content: np.memmap) -> None:
         base.madvise(mmap.MADV_DONTNEED)
 
 
-def place(values: np.ndarray, dtype: Any, *, name: str) -> jax.Array:
-    """Put weights on the default device: cast, made contiguous, checked and never held twice.
+def place(
+    values: np.ndarray, dtype: Any, *, name: str, sharding: jax.sharding.Sharding | None = None
+) -> jax.Array:
+    """Put weights on their devices: cast, made contiguous, checked and never held twice.
 
     Args:
       values: any shape, dtype and strides; copied.
       name: what to call them in messages.
+      sharding: which devices; the default one if None.
     Raises:
       ValueError: they are not finite.
     """
@@ -45,4 +48,4 @@ def place(values: np.ndarray, dtype: Any, *, name: str) -> jax.Array:
                 f"{name}: expected finite numbers, got NaN or infinity; the weight file is "
                 "damaged, fetch it again"
             )
-    return jax.device_put(out)
+    return jax.device_put(out, sharding)

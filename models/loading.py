@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import pathlib
 from collections.abc import Iterable
+
+from jax.sharding import Mesh
 
 from jaxstate.models import checkpoint, config_json, gguf_loader, safetensors_loader, sources
 from jaxstate.models.config import DtypePolicy, ModelConfig
 from jaxstate.models.gguf_file import GgufFile
 from jaxstate.models.loaded_model import LoadedModel
 from jaxstate.models.quantized import Weights
+from jaxstate.models.sharding import Sharding, place
 from jaxstate.models.tokenizer import Tokenizer
 
 
 def load(
-    model: str | pathlib.Path, *, dtype: str = "float32", weights: Weights = "float"
+    model: str | pathlib.Path,
+    *,
+    dtype: str = "float32",
+    weights: Weights = "float",
+    mesh: Mesh | None = None,
 ) -> LoadedModel:
     """Load a model with its tokenizer.
 
@@ -25,6 +33,8 @@ def load(
         that `sources.resolve` knows, such as an id of the Hugging Face hub.
       dtype: name of a DtypePolicy, "float32" or "bfloat16".
       weights: what matrices are kept as, see quantized.Weights; a checkpoint's stay what they are.
+      mesh: devices that float weights are spread over as they are read, see Sharding; give the
+        engine `Sharding.of(config, mesh)`. None = the default device.
     Raises:
       ValueError: nothing is there, or the model cannot be used; the message says why.
       RuntimeError: see sources.resolve.
@@ -38,8 +48,12 @@ def load(
                     f'{path}: weights: expected "float" for a checkpoint, whose weights stay as '
                     f"they were saved, got {weights!r}; load the model that it was made of"
                 )
-            return checkpoint.load_checkpoint(path, dtypes=dtypes)
-        return _load_files(path, dtypes, weights)
+            loaded = checkpoint.load_checkpoint(path, dtypes=dtypes)
+            if mesh is None:
+                return loaded
+            placed = place(loaded.params, loaded.config, Sharding.of(loaded.config, mesh))
+            return dataclasses.replace(loaded, params=placed)
+        return _load_files(path, dtypes, weights, mesh)
     except OSError as error:
         raise ValueError(
             f"{error.filename or path}: expected a file that can be read, got "
@@ -47,14 +61,23 @@ def load(
         ) from error
 
 
-def _load_files(path: pathlib.Path, dtypes: DtypePolicy, weights: Weights) -> LoadedModel:
+def _load_files(
+    path: pathlib.Path, dtypes: DtypePolicy, weights: Weights, mesh: Mesh | None
+) -> LoadedModel:
+    if mesh is not None and weights != "float":
+        raise ValueError(
+            f'{path}: weights: expected "float" on several devices, got {weights!r}; quantized '
+            "weights stay on one"
+        )
     if path.is_dir():
-        config, params = safetensors_loader.load_safetensors(path, dtypes=dtypes, weights=weights)
+        config, params = safetensors_loader.load_safetensors(
+            path, dtypes=dtypes, mesh=mesh, weights=weights
+        )
         tokenizer = Tokenizer.from_hf_dir(path)
         files = safetensors_loader.weight_files(path)
     else:
         file = GgufFile(path)
-        config, params = gguf_loader.load_gguf(file, dtypes=dtypes, weights=weights)
+        config, params = gguf_loader.load_gguf(file, dtypes=dtypes, weights=weights, mesh=mesh)
         tokenizer = Tokenizer.from_gguf(file)
         files = file.paths
     if tokenizer.vocab_size > config.vocab_size:

@@ -8,6 +8,7 @@ import pathlib
 import ml_dtypes
 import numpy as np
 import safetensors
+from jax.sharding import Mesh
 
 from jaxstate.models import fields as fields_lib
 from jaxstate.models import host_memory, quantized, registry
@@ -28,6 +29,7 @@ def load_safetensors(
     *,
     dtypes: DtypePolicy | None = None,
     weights: Weights | Quantization = "float",
+    mesh: Mesh | None = None,
 ) -> tuple[ModelConfig, Params]:
     """Read configuration and weights of a Hugging Face directory, sharded or not.
 
@@ -35,6 +37,7 @@ def load_safetensors(
       directory: holds config.json, and model.safetensors or its index and shards.
       dtypes: f32 throughout if None; weights are cast to its param_dtype.
       weights: what to make of matrices; "stored" is of GGUF files only.
+      mesh: devices that weights go to as they are read; None = the default one.
     Returns:
       The configuration, and the tree of param_specs(config).
     Raises:
@@ -55,7 +58,7 @@ def load_safetensors(
     tensors.check_index(directory)
     return assemble(
         config, form.layout, shapes=tensors.shapes, read=tensors.read, origin=str(directory),
-        form=quantized.form_of(weights),
+        form=quantized.form_of(weights), mesh=mesh,
     )  # fmt: skip
 
 

@@ -41,8 +41,13 @@ class Sharding:
         """Return the sharding of a model over `axis` of a mesh.
 
         Raises:
-          ValueError: the mesh has no such axis.
+          ValueError: the mesh has no such axis, or the weights are quantized.
         """
+        if model.quantized:
+            raise ValueError(
+                "sharding: expected float weights, got quantized ones, which stay on one device; "
+                'load the model with weights="float"'
+            )
         if axis not in mesh.shape:
             raise ValueError(
                 f"mesh: expected an axis {axis!r}, got {tuple(mesh.shape)}; name one of these"

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxstate.models import host_memory, quantized
 from jaxstate.models import params as params_lib
 from jaxstate.models.config import ModelConfig, Quantization
 from jaxstate.models.params import Params, ParamSpec
 from jaxstate.models.quantized import QuantizedMatrix
+from jaxstate.models.sharding import Sharding
 
 Restore = Callable[[np.ndarray, ParamSpec, ModelConfig], np.ndarray]
 
@@ -108,6 +110,7 @@ def assemble(
     read: Callable[[str], np.ndarray | QuantizedMatrix],
     origin: str,
     form: Quantization | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[ModelConfig, Params]:
     """Build and check the parameter tree; tensors are read one at a time.
 
@@ -118,6 +121,7 @@ def assemble(
       read: returns one tensor by name, of any float dtype, cast here; or in few bits, as it is.
       origin: what to call the file in messages.
       form: of matrices that are read as floats; None = floats.
+      mesh: each tensor goes to its devices as it is read, see Sharding; None = the default one.
     Returns:
       The configuration, which says what is quantized, and the tree of param_specs(config); its
       arrays share no memory with the file.
@@ -157,6 +161,7 @@ def assemble(
         index = (slice(None),) * axis + (slice(place.begin, place.end),)
         return jax.tree.map(lambda array: array[index], stored)
 
+    sharding = None if mesh is None else Sharding.of(config, mesh)
     forms: list[tuple[str, Quantization]] = []
 
     def load(path: str, spec: ParamSpec):
@@ -172,7 +177,8 @@ def assemble(
             stored = quantized.quantize(stored, form)
         if isinstance(stored, np.ndarray):
             dtype = spec.dtype(config.dtypes)
-            return host_memory.place(to_layout(stored, spec), dtype, name=path)
+            where = None if sharding is None else sharding.of_param(spec)
+            return host_memory.place(to_layout(stored, spec), dtype, name=path, sharding=where)
         forms.append((path, quantized.describe(stored)))
         placed = jax.tree.map(
             lambda array: host_memory.place(array, array.dtype, name=path), stored

@@ -80,11 +80,11 @@ def main() -> None:
     if name in MODELS:
         model = MODELS[name]
         params = models.init_params(model, seed=1)
-    else:
-        loaded = models.load(name)
-        model, params = loaded.config, loaded.params
     for count in (0, 1, 2, 8):
         mesh = Mesh(np.array(jax.devices()[:count]), ("model",)) if count else None
+        if name not in MODELS:  # weights are spread as they are read
+            loaded = models.load(name, mesh=mesh)
+            model, params = loaded.config, loaded.params
         print(json.dumps(converse(params, model, mesh, implementation)), flush=True)
 
 
