@@ -20,7 +20,7 @@ from jaxstate.models.quantized import QuantizedMatrix
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_BLOCK_NUMBERS = 1 << 20  # dequantized at a time
+_BLOCK_NUMBERS = 1 << 18  # dequantized at a time
 
 
 class GgufFile:
@@ -90,10 +90,12 @@ class GgufFile:
         data = tensor.data.reshape(rows.shape[0], -1)
         step = max(_BLOCK_NUMBERS // out.shape[-1], 1)
         try:
-            # Piece by piece: the library would take twice the whole tensor's memory in f32.
+            # Piece by piece: the library would take twice the whole tensor's memory in f32. Each
+            # piece as one long row: it would go through 16 rows at a time, at a third of the speed.
             for begin in range(0, rows.shape[0], step):
                 piece = slice(begin, begin + step)
-                rows[piece] = gguf.dequantize(data[piece], tensor.encoding)
+                numbers = gguf.dequantize(data[piece].reshape(1, -1), tensor.encoding)
+                rows[piece] = numbers.reshape(-1, rows.shape[1])
                 self._release()
         except NotImplementedError as error:
             raise ValueError(
