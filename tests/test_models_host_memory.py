@@ -79,7 +79,9 @@ def test_what_is_not_finite_is_refused_wherever_it_is(wrong):
 def test_placing_makes_one_copy_only(monkeypatch):
     buffers = []
     put = jax.device_put
-    monkeypatch.setattr(jax, "device_put", lambda array: buffers.append(array) or put(array))
+    monkeypatch.setattr(
+        jax, "device_put", lambda array, *to: buffers.append(array) or put(array, *to)
+    )
     placed = host_memory.place(np.ones((128, 128), np.float32), np.float32, name="x")
     assert placed.unsafe_buffer_pointer() == buffers[0].ctypes.data
 
