@@ -111,7 +111,8 @@ def _split(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Return codes, scales and offsets of [blocks, bytes], which are overwritten."""
     scales, offsets = encoding.take_parts(blocks)
-    codes = gguf.dequantize(blocks, kind) + encoding.shift
+    # As one row: the library takes few rows at a time.
+    codes = gguf.dequantize(blocks.reshape(-1), kind) + encoding.shift
     if encoding.shift:
         offsets = -encoding.shift * scales
     if encoding.bits == 4:
