@@ -66,14 +66,8 @@ def load_checkpoint(path: str | pathlib.Path, *, dtypes: DtypePolicy) -> LoadedM
       ValueError: no checkpoint of ours, of another format or dtype, unfinished or damaged.
     """
     path = pathlib.Path(path).absolute()
-    origin = str(path / ABOUT)
-    about = fields.read_json(path / ABOUT)
-    if about.get("format") != FORMAT:
-        raise ValueError(
-            f"{origin}: format: expected {FORMAT}, got {about.get('format')!r}; save the model "
-            "again with this version"
-        )
-    config = config_json.from_json(about.get("config"), ModelConfig, f"{origin}: config")
+    about = _about(path)
+    config = read_config(path)
     if config.dtypes != dtypes:
         saved, wanted = (np.dtype(policy.param_dtype).name for policy in (config.dtypes, dtypes))
         raise ValueError(
@@ -81,17 +75,46 @@ def load_checkpoint(path: str | pathlib.Path, *, dtypes: DtypePolicy) -> LoadedM
             f"{saved}, or save the model again as {wanted}"
         )
     _check_files(path, about)
-    backend = tokenizers.Tokenizer.from_file(str(path / _TOKENIZER))
-    vocabulary = config_json.from_json(
-        about.get("tokenizer"), Vocabulary, f"{origin}: tokenizer", **{_BACKEND: backend}
-    )
+    described = fields.Fields(about, str(path / ABOUT))
     return LoadedModel(
         config=config,
         params=_restore(path / _WEIGHTS, config),
-        tokenizer=Tokenizer(vocabulary),
-        name=fields.Fields(about, origin).text("name"),
-        fingerprint=fields.Fields(about, origin).text("fingerprint"),
+        tokenizer=load_tokenizer(path),
+        name=described.text("name"),
+        fingerprint=described.text("fingerprint"),
     )
+
+
+def read_config(path: pathlib.Path) -> ModelConfig:
+    """Read the configuration alone; see load_checkpoint for errors."""
+    return config_json.from_json(_about(path)["config"], ModelConfig, f"{path / ABOUT}: config")
+
+
+def load_tokenizer(path: pathlib.Path) -> Tokenizer:
+    """Read the tokenizer alone; see load_checkpoint for errors."""
+    origin = f"{path / ABOUT}: tokenizer"
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path / _TOKENIZER))
+    except Exception as error:  # the library raises bare Exception for every defect
+        raise ValueError(
+            f"{path / _TOKENIZER}: expected the tokenizer that was saved, got one that cannot be "
+            f"read ({error}); the checkpoint is damaged, save the model again"
+        ) from error
+    about = _about(path)
+    vocabulary = config_json.from_json(
+        about["tokenizer"], Vocabulary, origin, **{_BACKEND: backend}
+    )
+    return Tokenizer(vocabulary)
+
+
+def _about(path: pathlib.Path) -> dict[str, Any]:
+    about = fields.read_json(path / ABOUT)
+    if about.get("format") != FORMAT or not {"config", "tokenizer"} <= about.keys():
+        raise ValueError(
+            f"{path / ABOUT}: format: expected {FORMAT}, got {about.get('format')!r}; save the "
+            "model again with this version"
+        )
+    return about
 
 
 def _write(directory: pathlib.Path, model: LoadedModel) -> None:

@@ -118,7 +118,12 @@ def fingerprint(config: ModelConfig, files: Iterable[pathlib.Path]) -> str:
 
 
 def read_config(path: pathlib.Path, dtypes: DtypePolicy) -> ModelConfig:
-    """Read a configuration without the weights; errors as for `load`."""
+    """Read a configuration without the weights; errors as for `load`.
+
+    A checkpoint has the dtypes that it was saved with.
+    """
+    if (path / checkpoint.ABOUT).is_file():
+        return checkpoint.read_config(path)
     if path.is_dir():
         return safetensors_loader.read_config(path, dtypes)
     return gguf_loader.read_config(GgufFile(path), dtypes)
@@ -126,4 +131,6 @@ def read_config(path: pathlib.Path, dtypes: DtypePolicy) -> ModelConfig:
 
 def load_tokenizer(path: pathlib.Path) -> Tokenizer:
     """Read a tokenizer without the weights; errors as for `load`."""
+    if (path / checkpoint.ABOUT).is_file():
+        return checkpoint.load_tokenizer(path)
     return Tokenizer.from_hf_dir(path) if path.is_dir() else Tokenizer.from_gguf(path)

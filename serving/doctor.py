@@ -9,14 +9,12 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
 from jaxstate.config import EngineConfig
 from jaxstate.engine import Engine
-from jaxstate.models import decoder, layers, loading, params
+from jaxstate.models import loading, params, plain_forward
 from jaxstate.models.config import DtypePolicy, ModelConfig
 from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.serving import local_model, machine, terminal
@@ -192,8 +190,7 @@ def parity_with_plain_forward(loaded: loading.LoadedModel, dtype: str) -> Findin
     session = engine.create()
     engine.append(session, ids[:-5].tolist())
     found = np.asarray(engine.advance(session, ids[-5:].tolist()).ready.row_logits(), np.float32)
-    plain = jax.jit(lambda weights, ids: dense_logits(weights, loaded.config, ids))
-    expected = np.asarray(plain(loaded.params, jnp.asarray(ids, jnp.int32)), np.float32)
+    expected = plain_forward.last_logits(loaded.params, loaded.config, ids.astype(np.int32))
     largest = float(np.abs(expected).max())
     limit = _TOLERANCE[dtype] * (1.0 if dtype == "float32" else largest)
     off = float(np.abs(found - expected).max())
@@ -235,31 +232,3 @@ def _engine(loaded: loading.LoadedModel) -> Engine:
         evict_quantum=32, step_shapes=shapes,
     )
     return Engine(loaded.params, loaded.config, config, tokenizer=loaded.tokenizer)
-
-
-def dense_logits(weights: params.Params, config: ModelConfig, token_ids: jax.Array) -> jax.Array:
-    """Return the logits after the last of some tokens by plain causal attention, [vocab] f32."""
-    positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
-    precision = config.dtypes.precision
-
-    def attend(layer_idx, q, k, v, state):
-        layer = config.layers[layer_idx]
-        frequencies = jnp.asarray(layer.rope.inverse_frequencies(config.head_dim))
-        q = layers.rotate(q, positions, frequencies)
-        k = layers.rotate(k, positions, frequencies)
-        k, v = (jnp.repeat(x, config.heads_per_kv_head, axis=1) for x in (k, v))
-        scores = jnp.einsum(
-            "QND,KND->NQK", q, k, precision=precision, preferred_element_type=jnp.float32
-        )
-        distance = positions[:, None] - positions
-        visible = (distance >= 0) & (distance < (layer.window or config.max_positions))
-        scores = jnp.where(visible, scores * config.head_dim**-0.5, -jnp.inf)
-        shares = jax.nn.softmax(scores).astype(v.dtype)
-        mixed = jnp.einsum(
-            "NQK,KND->QND", shares, v, precision=precision, preferred_element_type=jnp.float32
-        )
-        return mixed.astype(v.dtype), state
-
-    states = (None,) * config.num_layers
-    hidden, _ = decoder.forward(weights, config, token_ids, attend, states)
-    return decoder.logits(weights, config, hidden[-1:])[0]

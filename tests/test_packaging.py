@@ -23,6 +23,7 @@ def test_every_file_of_a_package_is_installed_with_it():
         for package, patterns in settings["package-data"].items()
         for pattern in patterns
         for path in (ROOT / FOLDERS[package]).glob(pattern)
+        if path.is_file()
     }
     files = {
         path

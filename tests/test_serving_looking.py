@@ -7,7 +7,6 @@ import json
 import re
 
 import command_line
-import jax.numpy as jnp
 import model_files
 import numpy as np
 import plain_models
@@ -15,7 +14,7 @@ import pytest
 from command_line import run
 
 from jaxstate import models
-from jaxstate.models import sources
+from jaxstate.models import plain_forward, sources
 from jaxstate.serving import doctor, machine
 
 TEMPLATE = (
@@ -179,5 +178,13 @@ def test_plain_forward_of_doctor_equals_an_independent_one(tmp_path, name):
     tensors = plain_models.tensors_of(config)
     model, params = models.load_safetensors(model_files.write_hf_dir(tmp_path, config, tensors))
     ids = np.random.default_rng(3).integers(0, model.vocab_size, 30)
-    found = doctor.dense_logits(params, model, jnp.asarray(ids, jnp.int32))
+    found = plain_forward.last_logits(params, model, ids.astype(np.int32))
     np.testing.assert_allclose(found, plain_models.logits(config, tensors, ids)[-1], atol=1e-4)
+
+
+def test_doctor_and_render_read_checkpoints(capsys, tiny, tmp_path):
+    path = tmp_path / "saved"
+    models.save_checkpoint(path, models.load(tiny))
+    assert set(_findings(run(capsys, "doctor", path, "--json")).values()) == {"ok"}
+    rendered = run(capsys, "render", path, "--user", "a").out
+    assert rendered == run(capsys, "render", tiny, "--user", "a").out == "[user]a>\n"
