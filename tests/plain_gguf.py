@@ -110,8 +110,8 @@ def metadata_of(config: dict) -> dict:
         "rope.dimension_count": turning,
         "rope.freq_base": config["rope_theta"],
     }
-    if config["model_type"] in ("gemma3_text", "phi3") and config.get("sliding_window"):
-        values["attention.sliding_window"] = config["sliding_window"]
+    if config["model_type"] in ("gemma3_text", "phi3"):
+        values["attention.sliding_window"] = config["sliding_window"] or 0
     if scaling.get("type") == "linear":
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": scaling["factor"]}
     if scaling.get("type") == "longrope":

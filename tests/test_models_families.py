@@ -201,6 +201,7 @@ def test_gguf_vocabulary_counts_its_tokens_if_no_size_is_given():
     "changes, message",
     [
         ({"llama.rope.scaling.type": "longrope"}, "none or linear or yarn, got 'longrope'"),
+        ({"llama.rope.scaling.attn_factor": 0.5}, "attn_factor: expected 1, got 0.5"),
         ({"llama.rope.dimension_count": 8}, "dimension_count: expected 16, got 8"),
         ({"llama.attention.value_length": 8}, "value_length: expected 16, got 8"),
         ({"llama.expert_count": 8}, "expert_used_count: expected a whole number, got nothing"),

@@ -33,9 +33,11 @@ def config_from_hf(fields: Fields, dtypes: DtypePolicy) -> ModelConfig:
 def config_from_gguf(file: GgufFile, dtypes: DtypePolicy) -> ModelConfig:
     """Read GGUF metadata."""
     fields = file.fields
+    window = f"{_NAME}.attention.sliding_window"
     layer = LayerConfig(
         rope=rotary.rope_from_gguf(file, _NAME, theta=10_000.0, partial=True),
-        window=fields.optional_count(f"{_NAME}.attention.sliding_window", None),
+        # Phi-4 has 0 there, which tells it from Phi-3.
+        window=fields.count(window) if fields.values.get(window) else None,
     )
     return ModelConfig(
         family=_NAME,

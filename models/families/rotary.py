@@ -196,6 +196,7 @@ def _gguf_scaling(file: GgufFile, architecture: str, prefix: str) -> RopeScaling
             beta_fast=fields.number(prefix + "yarn_beta_fast", 32.0),
             beta_slow=fields.number(prefix + "yarn_beta_slow", 1.0),
         )
+    fields.require(prefix + "attn_factor", 1)
     return LinearScaling(factor=factor) if kind == "linear" and factor != 1.0 else None
 
 
