@@ -1,8 +1,9 @@
 // Products with quantized matrices, for CPUs, as an XLA FFI call: y = x * (scale * code + offset)^T.
 //
 // One row is as fast as the codes come from memory: they are widened in registers, sixteen inputs
-// to a vector, and become weights there, so that no f32 copy of the matrix is ever written. Four
-// rows share the work; the codes of a tile stay in the first-level cache for the rows behind them.
+// to a vector, and become weights there, so that no f32 copy of the matrix is ever written. Up to
+// four rows share one pass. With more rows a few outputs at a time are widened into a buffer that
+// stays in the first caches, and all rows are multiplied by it.
 
 #include <algorithm>
 #include <atomic>
@@ -10,6 +11,7 @@
 #include <cstring>
 #include <memory>
 #include <thread>
+#include <vector>
 
 #include "vectors.h"
 #include "xla/ffi/api/ffi.h"
@@ -65,6 +67,40 @@ struct Codes {
   }
 };
 
+// Calls visit(output, first input, weights of a vector) for kOutputs outputs, input by input.
+template <bool kNibbles, bool kOffsets, typename Visit>
+inline void EachWeight(const Problem& p, int64_t first, Visit visit) {
+  using C = Codes<kNibbles>;
+  const int64_t groups = p.inputs / p.group, stride = C::RowBytes(p);
+  const int8_t* codes[kOutputs];
+  int64_t at[kOutputs];  // outputs past the last one are the last one again
+  for (int o = 0; o < kOutputs; ++o) {
+    const int64_t output = std::min(first + o, p.outputs - 1);
+    codes[o] = p.codes + output * stride;
+    at[o] = output * groups;
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    Vec scale[kOutputs], offset[kOutputs];
+    for (int o = 0; o < kOutputs; ++o) {
+      scale[o] = Splat(p.scales[at[o] + g]);
+      offset[o] = kOffsets ? Splat(p.offsets[at[o] + g]) : Vec{};
+    }
+#pragma GCC unroll 2  // lets GCC keep x in registers
+    for (int64_t i = g * p.group; i < (g + 1) * p.group; i += C::kInputs) {
+#pragma GCC unroll 4
+      for (int o = 0; o < kOutputs; ++o) {
+        Vec wide[C::kVectors];
+        const int8_t* from = codes[o] + i / C::kVectors;
+        __builtin_prefetch(from + kTilesAhead * kOutputs * stride, 0, 2);
+        C::Widen(from, wide);
+#pragma GCC unroll 2
+        for (int v = 0; v < C::kVectors; ++v)
+          visit(o, i + v * kLanes, kOffsets ? wide[v] * scale[o] + offset[o] : wide[v] * scale[o]);
+      }
+    }
+  }
+}
+
 // Write kOutputs outputs of four rows, those of them that there are: sums[row][output].
 inline void Write(const Problem& p, int64_t row, int rows, int64_t first, const Vec (&sums)[4][4]) {
   const Vec all = SumEach(sums);
@@ -73,61 +109,62 @@ inline void Write(const Problem& p, int64_t row, int rows, int64_t first, const 
     for (int o = 0; o < outputs; ++o) p.y[(row + r) * p.outputs + first + o] = all[4 * r + o];
 }
 
-// kOutputs outputs, from `first` on, of rows row ... row + R - 1.
+// Outputs begin ... end - 1 of R rows, all of them.
 template <bool kNibbles, bool kOffsets, int R>
-inline void Tile(const Problem& p, int64_t row, int64_t first) {
-  using C = Codes<kNibbles>;
-  const int64_t groups = p.inputs / p.group, stride = C::RowBytes(p);
-  const int8_t* codes[kOutputs];
-  const float *scales[kOutputs], *offsets[kOutputs];
-  for (int o = 0; o < kOutputs; ++o) {
-    const int64_t output = std::min(first + o, p.outputs - 1);  // the last one again
-    codes[o] = p.codes + output * stride;
-    scales[o] = p.scales + output * groups;
-    offsets[o] = p.offsets + output * groups;
+void FewRows(const Problem& p, int64_t begin, int64_t end) {
+  for (int64_t first = begin; first < end; first += kOutputs) {
+    Vec sum[kRows][kOutputs] = {};
+    EachWeight<kNibbles, kOffsets>(p, first, [&](int o, int64_t i, Vec weight) {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sum[r][o] += weight * Load(p.x + r * p.inputs + i);
+    });
+    Write(p, 0, R, first, sum);
   }
-  const float* x = p.x + row * p.inputs;
+}
+
+// kOutputs outputs of rows row ... row + R - 1 from their weights in f32.
+template <int R>
+inline void Tile(const Problem& p, const float* weights, int64_t row, int64_t first) {
   Vec sum[kRows][kOutputs] = {};
-  for (int64_t g = 0; g < groups; ++g) {
-    Vec scale[kOutputs], offset[kOutputs];
+  const float* x = p.x + row * p.inputs;
+#pragma GCC unroll 2  // as above
+  for (int64_t i = 0; i < p.inputs; i += kLanes) {
+    Vec column[R];
+    for (int r = 0; r < R; ++r) column[r] = Load(x + r * p.inputs + i);
+#pragma GCC unroll 4
     for (int o = 0; o < kOutputs; ++o) {
-      scale[o] = Splat(scales[o][g]);
-      if (kOffsets) offset[o] = Splat(offsets[o][g]);
-    }
-    const float* end = x + p.group;
-#pragma GCC unroll 2  // otherwise GCC does not keep the columns in registers: 60 % of the speed
-    for (; x < end; x += C::kInputs) {
-      Vec column[R][C::kVectors];
-      for (int r = 0; r < R; ++r)
-        for (int v = 0; v < C::kVectors; ++v) column[r][v] = Load(x + r * p.inputs + v * kLanes);
+      const Vec weight = Load(weights + o * p.inputs + i);
 #pragma GCC unroll 4
-      for (int o = 0; o < kOutputs; ++o) {
-        Vec wide[C::kVectors];
-        __builtin_prefetch(codes[o] + kTilesAhead * kOutputs * stride, 0, 2);
-        C::Widen(codes[o], wide);
-        codes[o] += kLanes;
-#pragma GCC unroll 2
-        for (int v = 0; v < C::kVectors; ++v) {
-          const Vec weight = kOffsets ? wide[v] * scale[o] + offset[o] : wide[v] * scale[o];
-#pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) sum[r][o] += weight * column[r][v];
-        }
-      }
+      for (int r = 0; r < R; ++r) sum[r][o] += weight * column[r];
     }
   }
   Write(p, row, R, first, sum);
 }
 
-// Outputs begin ... end - 1 of rows row ... last - 1: a tile's codes stay in the first-level cache.
+// Outputs begin ... end - 1 of rows row ... last - 1.
+template <bool kNibbles, bool kOffsets>
+void ManyRows(const Problem& p, int64_t row, int64_t last, int64_t begin, int64_t end) {
+  std::vector<Vec> buffer(kOutputs * p.inputs / kLanes);  // whole cache lines
+  float* weights = reinterpret_cast<float*>(buffer.data());
+  for (int64_t first = begin; first < end; first += kOutputs) {
+    EachWeight<kNibbles, kOffsets>(p, first, [&](int o, int64_t i, Vec weight) {
+      Store(weights + o * p.inputs + i, weight);
+    });
+    int64_t r = row;
+    for (; r + kRows <= last; r += kRows) Tile<kRows>(p, weights, r, first);
+    if (last - r == 3) Tile<3>(p, weights, r, first);
+    if (last - r == 2) Tile<2>(p, weights, r, first);
+    if (last - r == 1) Tile<1>(p, weights, r, first);
+  }
+}
+
 template <bool kNibbles, bool kOffsets>
 void Run(const Problem& p, int64_t row, int64_t last, int64_t begin, int64_t end) {
-  for (int64_t first = begin; first < end; first += kOutputs) {
-    int64_t r = row;
-    for (; r + kRows <= last; r += kRows) Tile<kNibbles, kOffsets, kRows>(p, r, first);
-    if (last - r == 3) Tile<kNibbles, kOffsets, 3>(p, r, first);
-    if (last - r == 2) Tile<kNibbles, kOffsets, 2>(p, r, first);
-    if (last - r == 1) Tile<kNibbles, kOffsets, 1>(p, r, first);
-  }
+  if (p.rows == 1) return FewRows<kNibbles, kOffsets, 1>(p, begin, end);
+  if (p.rows == 2) return FewRows<kNibbles, kOffsets, 2>(p, begin, end);
+  if (p.rows == 3) return FewRows<kNibbles, kOffsets, 3>(p, begin, end);
+  if (p.rows == 4) return FewRows<kNibbles, kOffsets, 4>(p, begin, end);
+  ManyRows<kNibbles, kOffsets>(p, row, last, begin, end);
 }
 
 // What threads share; outlives the call in the hands of a thread that came too late.
@@ -178,8 +215,8 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
   const int64_t tasks = std::min(most, 4 * threads);
   job->block_outputs = CeilDiv(CeilDiv(p.outputs, tasks), kOutputs) * kOutputs;
   job->blocks_of_outputs = CeilDiv(p.outputs, job->block_outputs);
-  const int64_t fitting = std::max<int64_t>(kBlockBytes / (4 * p.inputs) / kRows * kRows, 4 * kRows);
-  job->block_rows = std::min(fitting, p.rows);
+  const int64_t fitting = std::max<int64_t>(kBlockBytes / (4 * p.inputs), 16) / kRows * kRows;
+  job->block_rows = std::min(p.rows, fitting);
   job->num_tasks = job->blocks_of_outputs * CeilDiv(p.rows, job->block_rows);
   const int64_t helpers = std::min(threads, job->num_tasks) - 1;
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([job] { job->Work(); });
