@@ -101,9 +101,7 @@ def step(
             function = _on_every_device(function, sharding)
         return function(q, k, v, pages, rows, tails[layer.window], ropes[layer.rope])
 
-    # XLA splits its own products over devices, but no calls of kernels.
-    product = dispatch.product(implementation) if sharding is None else None
-    product = product or quantized.plain_product
+    product = dispatch.product(implementation) or quantized.plain_product
     hidden, pool = decoder.forward(params, config, rows.token_ids, attend, pool, product)
     return pool, _outputs(params, config, hidden, rows, allowed_bits, product)
 

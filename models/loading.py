@@ -90,7 +90,7 @@ def _load_files(
         params=params,
         tokenizer=tokenizer,
         name=_name(path),
-        fingerprint=fingerprint(config, files),
+        fingerprint=fingerprint(config, files, weights),
     )
 
 
@@ -104,12 +104,15 @@ def _name(path: pathlib.Path) -> str:
     return path.name if path.is_dir() else path.stem
 
 
-def fingerprint(config: ModelConfig, files: Iterable[pathlib.Path]) -> str:
+def fingerprint(
+    config: ModelConfig, files: Iterable[pathlib.Path], weights: Weights = "float"
+) -> str:
     """Return the sha256 of a configuration, dtypes included, and of all bytes of the weight files.
 
-    Names and places of the files do not matter, their order does.
+    Names and places of the files do not matter, their order does, and so does what matrices were
+    made into: stored and quantized ones may be of one form.
     """
-    described = json.dumps(config_json.to_json(config), sort_keys=True)
+    described = json.dumps([weights, config_json.to_json(config)], sort_keys=True)
     digest = hashlib.sha256(described.encode())
     for path in files:
         with path.open("rb") as file:

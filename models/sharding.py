@@ -111,7 +111,16 @@ class Sharding:
 
 
 def place(params: Params, model: ModelConfig, sharding: Sharding) -> Params:
-    """Move weights to where they belong."""
+    """Move weights to where they belong.
+
+    Raises:
+      ValueError: some of them are quantized.
+    """
+    if model.quantized:
+        raise ValueError(
+            f"params: expected floats on several devices, got {model.quantized[0][0]} in "
+            f"{model.quantized[0][1].bits} bits; quantized weights stay on one device"
+        )
     placements = params_lib.map_specs(lambda _, spec: sharding.of_param(spec), model)
     return jax.tree.map(jax.device_put, params, placements)
 
