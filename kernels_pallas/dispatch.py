@@ -6,58 +6,82 @@ import functools
 import logging
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 
-from jaxstate.kernels_pallas import attention_cpu, attention_xla, matmul_quantized_cpu
+from jaxstate.kernels_pallas import (
+    attention_cpu,
+    attention_gpu,
+    attention_xla,
+    matmul_quantized_cpu,
+)
 from jaxstate.kernels_pallas.rope import Angles
 from jaxstate.kernels_pallas.work import WorkList
 
 logger = logging.getLogger(__name__)
 
-Implementation = Literal["auto", "xla", "cpu"]
+Implementation = Literal["auto", "xla", "cpu", "pallas_gpu", "pallas_gpu_interpret"]
+"""Names of implementations; "pallas_gpu_interpret" runs that kernel anywhere, slowly, for tests."""
+
+_PALLAS_GPU = ("pallas_gpu", "pallas_gpu_interpret")
 
 
 def choose(implementation: Implementation, head_dim: int, dtype, cache_dir: pathlib.Path) -> str:
-    """Return "xla" or "cpu", built and ready; "auto" takes the fastest that runs here.
+    """Return a name but "auto", built and ready; "auto" takes the fastest that runs here.
 
     Args:
+      dtype: of keys and values in the pool.
       cache_dir: where compiled kernels are kept.
     Raises:
       ValueError: unknown name.
       NotImplementedError: the named implementation cannot run here; says why.
       RuntimeError: building the named kernel failed; "auto" warns and takes "xla".
     """
-    if implementation not in ("auto", "xla", "cpu"):
-        raise ValueError(f'implementation: expected "auto", "xla" or "cpu", got "{implementation}"')
+    names = get_args(Implementation)
+    if implementation not in names:
+        expected = ", ".join(f'"{name}"' for name in names)
+        raise ValueError(f'implementation: expected one of {expected}, got "{implementation}"')
     if implementation == "xla":
         return "xla"
-    reason = attention_cpu.unsupported(head_dim, dtype)
-    if reason is None:
+    reasons = {
+        "pallas_gpu": attention_gpu.unsupported(head_dim, dtype),
+        "pallas_gpu_interpret": attention_gpu.unsupported(head_dim, dtype, interpret=True),
+        "cpu": attention_cpu.unsupported(head_dim, dtype),
+    }
+    if implementation != "auto":
+        if reason := reasons[implementation]:
+            raise NotImplementedError(
+                f'implementation "{implementation}" cannot run here: {reason}; use "xla"'
+            )
+        if implementation == "cpu":
+            _build_for_cpu(cache_dir)
+        return implementation
+    if reasons["pallas_gpu"] is None:
+        return _took("pallas_gpu")
+    if reasons["cpu"] is None:
         try:
-            attention_cpu.build(cache_dir)
-            matmul_quantized_cpu.build(cache_dir)
+            _build_for_cpu(cache_dir)
         except RuntimeError as error:
-            if implementation == "cpu":
-                raise
             logger.warning('%s; "auto" takes plain XLA, which is slower', error)
             return "xla"
-        _log_choice("cpu", "")
-        return "cpu"
-    if implementation == "cpu":
-        raise NotImplementedError(f'implementation "cpu" cannot run here: {reason}; use "xla"')
-    _log_choice("xla", reason)
-    return "xla"
+        return _took("cpu")
+    return _took("xla", f" (pallas_gpu: {reasons['pallas_gpu']}; cpu: {reasons['cpu']})")
+
+
+def _build_for_cpu(cache_dir: pathlib.Path) -> None:
+    """Build every kernel of "cpu"."""
+    attention_cpu.build(cache_dir)
+    matmul_quantized_cpu.build(cache_dir)
 
 
 def stretch_cells(implementation: str, num_cells: int) -> tuple[int, ...]:
     """Lengths of the pool stretches an implementation reads best, longest first.
 
     Plain XLA pays per stretch and per cell of it, used or not: 1,024 cells for most, 128 for
-    what is left. The CPU kernel reads stretches of any length where they lie.
+    what is left. Our own kernels read stretches of any length where they lie.
     """
-    if implementation == "cpu":
+    if implementation != "xla":
         return (num_cells,)
     return tuple(sorted({min(1024, num_cells), min(128, num_cells)}, reverse=True))
 
@@ -103,6 +127,12 @@ def attend(
             q, k, v, positions, token_rows, tail, k_pages, v_pages, work, shifts,
             block_tokens=block_tokens, window=window,
         )  # fmt: skip
+    if implementation in _PALLAS_GPU:
+        return attention_gpu.attention(
+            q, k, v, positions, token_rows, tail, k_pages, v_pages, work, shifts,
+            block_tokens=block_tokens, window=window, precision=precision,
+            interpret=implementation == "pallas_gpu_interpret",
+        )  # fmt: skip
     partial = attention_xla.tail_attention(
         q, k, v, tail, block_tokens=block_tokens, precision=precision
     )
@@ -124,6 +154,7 @@ def product(implementation: str) -> Product | None:
 
 
 @functools.cache
-def _log_choice(chosen: str, reason: str) -> None:
-    """Say once what "auto" took, and why not the faster one."""
-    logger.info("attention: %s%s", chosen, f" (the CPU kernel: {reason})" if reason else "")
+def _took(chosen: str, why: str = "") -> str:
+    """Say once what "auto" took, and why nothing faster; returns it."""
+    logger.info("attention: %s%s", chosen, why)
+    return chosen

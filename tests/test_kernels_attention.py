@@ -65,6 +65,12 @@ CASES = [
     Case("cpu", 3, 6, 40, tokens=6, pages=64, stretches=(180, 20)),
     Case("cpu", 3, 12, None, tokens=12, pages=64, stretches=(180, 20)),
     Case("cpu", 1, 17, None, tokens=17, pages=64, stretches=(180, 20)),
+    Case("pallas_gpu_interpret", 1, 8, None),
+    Case("pallas_gpu_interpret", 3, 8, 5),
+    Case("pallas_gpu_interpret", 2, 2, 7),
+    Case("pallas_gpu_interpret", 7, 4, None),
+    Case("pallas_gpu_interpret", 8, 1, 6, tokens=1),
+    Case("pallas_gpu_interpret", 4, 4, None, "bfloat16"),
 ]
 SMALL = [case for case in CASES if case.cells < 100]
 FEW = [SMALL[0], SMALL[4], SMALL[5], SMALL[8], SMALL[11], SMALL[12]]
@@ -381,7 +387,7 @@ def test_values_of_unused_cells_may_be_nan_in_plain_xla(case):
 
 
 def test_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match='expected "auto", "xla" or "cpu", got "gpu"'):
+    with pytest.raises(ValueError, match='expected one of "auto", "xla", .*, got "gpu"'):
         dispatch.choose("gpu", HEAD_DIM, jnp.float32, CACHE_DIR)
 
 
