@@ -28,7 +28,9 @@ from jaxstate.kernels_pallas.rope import Angles
 from jaxstate.kernels_pallas.work import WorkList
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-_MAX_ROWS = 64  # query rows of a chunk: their sums and two tiles stay in registers and caches
+# Query rows of a chunk: their sums stay in the registers of eight warps, no spills at head_dim 128.
+_MAX_ROWS = 64
+_MAX_SUMS = 8192  # query rows * head_dim
 _MIN_ROWS = 16  # Triton's smallest product
 _TILE_BYTES = 16384  # keys of a tile; three stages of keys and values are 96 KiB
 _MAX_TILE_CELLS = 128
@@ -90,12 +92,9 @@ def attention(
     Source: online softmax as in FlashAttention-2 (arXiv:2307.08691), the split over the context as
     in Flash-Decoding, the division by tiles as in FlashInfer (arXiv:2501.01005).
     """
-    heads_per_kv_head = q.shape[1] // k.shape[1]
-    chunk_tokens = max(
-        count
-        for count in range(1, max(_MAX_ROWS // heads_per_kv_head, 1) + 1)
-        if block_tokens % count == 0
-    )
+    most_rows = min(_MAX_ROWS, _MAX_SUMS // q.shape[2])
+    most_tokens = max(most_rows * k.shape[1] // q.shape[1], 1)
+    chunk_tokens = max(n for n in range(1, most_tokens + 1) if block_tokens % n == 0)
     partial = attention_xla.tail_attention(
         q, k, v, visible, block_tokens=chunk_tokens, precision=precision
     )
@@ -192,7 +191,9 @@ def _context(
         ],
         out_specs=[of_sums, of_sums, of_mixed],
         out_shape=[sums, sums, jax.ShapeDtypeStruct((*sums.shape, head_dim), jnp.float32)],
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=4 if padded_rows == _MIN_ROWS else 8, num_stages=3
+        ),
         interpret=interpret,
         name="context_attention",
     )(

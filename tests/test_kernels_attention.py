@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import pathlib
+from unittest import mock
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import platformdirs
 import pytest
+from hypothesis import stateful
+from oracle import tiny
+from oracle.machine import machine_for
 
 from jaxstate.kernels_pallas import attention_cpu, dispatch, rope, work
 
@@ -71,9 +77,13 @@ CASES = [
     Case("pallas_gpu_interpret", 7, 4, None),
     Case("pallas_gpu_interpret", 8, 1, 6, tokens=1),
     Case("pallas_gpu_interpret", 4, 4, None, "bfloat16"),
+    # Many tiles, cut into shares of the context; tokens of a block cut into chunks.
+    Case("pallas_gpu_interpret", 1, 1, 300, tokens=1, pages=256, stretches=(700, 90)),
+    Case("pallas_gpu_interpret", 4, 32, 400, tokens=32, pages=256, stretches=(700, 90)),
 ]
 SMALL = [case for case in CASES if case.cells < 100]
-FEW = [SMALL[0], SMALL[4], SMALL[5], SMALL[8], SMALL[11], SMALL[12]]
+INTERPRETED = [case for case in CASES if case.implementation == "pallas_gpu_interpret"]
+FEW = [SMALL[0], SMALL[4], SMALL[5], SMALL[8], SMALL[11], SMALL[12], *INTERPRETED[1:4]]
 
 
 def _turned(x, positions):
@@ -277,7 +287,7 @@ def test_out_is_zero_where_nothing_is_visible(case):
     assert (np.abs(found[seeing]).max(axis=(1, 2), initial=1e-9) > 0).all()
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[9]], ids=str)
+@pytest.mark.parametrize("case", [CASES[2], CASES[9], INTERPRETED[0]], ids=str)
 def test_items_in_any_order_and_cut_anywhere_give_the_same_result(case):
     inputs = _inputs(case, 5)
     whole = [[(4, 0, 8, 2, 3, 0, 3, 0), (12, 0, 8, 4, -7, 0, 3, 0)], []]
@@ -290,7 +300,7 @@ def test_items_in_any_order_and_cut_anywhere_give_the_same_result(case):
     )
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[9]], ids=str)
+@pytest.mark.parametrize("case", [CASES[1], CASES[9], INTERPRETED[1]], ids=str)
 def test_moving_everything_by_a_table_edit_changes_nothing(case):
     """Only distances count: positions, bases and shifts grow alike, keys in the pool stay."""
     inputs, items = _inputs(case, 6), _random_items(case, 6)
@@ -383,6 +393,72 @@ def test_values_of_unused_cells_may_be_nan_in_plain_xla(case):
     np.testing.assert_array_equal(_run(case, inputs, _partly_filled(case)), before)
 
 
+@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+@pytest.mark.parametrize("name", ["k_pages", "v_pages"])
+def test_interpreted_kernel_reads_no_unused_cell(case, name):
+    inputs = _inputs(case, 8)
+    before = _run(case, inputs, _partly_filled(case))
+    inputs = _poison(case, inputs, name, _unseen(case), np.nan)
+    np.testing.assert_array_equal(_run(case, inputs, _partly_filled(case)), before)
+
+
+# What a batch must not change
+
+ONE_BY_ONE = Case("pallas_gpu_interpret", 2, 1, None, tokens=4, pages=256, stretches=(700,))
+
+
+def test_interpreted_kernel_gives_a_row_the_same_bits_in_any_place_and_company():
+    case = ONE_BY_ONE
+    inputs = _inputs(case, 10)
+    inputs["tail_mask"][:] = np.eye(case.tokens, dtype=bool)
+    inputs["token_rows"][:] = range(case.tokens)
+    items = [(90 * t, 2, 150 * (t + 1), -30, 5 * t, t, t + 1, t) for t in range(case.tokens)]
+    together = _run(case, inputs, [items])
+    order = np.asarray([2, 0, 3, 1])
+    moved = inputs | {name: inputs[name][order] for name in ("q", "k", "v", "positions")}
+    place = np.argsort(order)
+    moved_items = [(*i[:5], place[i[7]], place[i[7]] + 1, place[i[7]]) for i in items]
+    np.testing.assert_array_equal(_run(case, moved, [moved_items]), together[order])
+    alone = inputs | {"token_rows": np.asarray([work.PADDING_ROW] * 3 + [3], np.int32)}
+    np.testing.assert_array_equal(_run(case, alone, [items[3:]])[3], together[3])
+
+
+# The engine
+
+
+def _interpreted(setup: tiny.Setup) -> tiny.Setup:
+    sizes = dataclasses.replace(
+        setup.sizes, implementation="pallas_gpu_interpret", stretch_cells=None
+    )
+    return dataclasses.replace(setup, name=f"{setup.name}-pallas-gpu", sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        _interpreted(tiny.ROTATING),
+        pytest.param(_interpreted(tiny.GROUPED), marks=pytest.mark.long),
+        pytest.param(_interpreted(tiny.WINDOWED), marks=pytest.mark.long),
+    ],
+    ids=lambda setup: setup.name,
+)
+def test_engine_verbs_equal_history_with_the_interpreted_kernel(setup):
+    machine = machine_for(setup)
+    stateful.run_state_machine_as_test(
+        machine,
+        settings=hypothesis.settings(
+            deadline=None,
+            database=None,
+            max_examples=16,
+            stateful_step_count=25,
+            derandomize=True,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        ),
+    )
+    machine.tally.check_near_ties()
+    assert machine.tally.events["slid"] and machine.tally.events["query"]
+
+
 # Choosing an implementation
 
 
@@ -401,7 +477,42 @@ def test_cpu_kernel_says_what_it_cannot_run_and_auto_takes_xla(head_dim, dtype, 
     assert dispatch.choose("auto", head_dim, dtype, CACHE_DIR) == "xla"
 
 
-@pytest.mark.parametrize("name", ["xla", "cpu"])
+@pytest.mark.parametrize(
+    "head_dim, dtype, reason",
+    [
+        (64, jnp.float32, "it runs on the GPU backend, this is cpu"),
+        (80, jnp.float32, "powers of two.*got 80"),
+        (512, jnp.bfloat16, "from 16 to 256, got 512"),
+        (64, jnp.float16, "float32 or bfloat16, got float16"),
+    ],
+)
+def test_gpu_kernel_says_what_it_cannot_run(head_dim, dtype, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        dispatch.choose("pallas_gpu", head_dim, dtype, CACHE_DIR)
+
+
+def test_interpreted_kernel_needs_no_gpu_but_keeps_the_other_limits():
+    assert dispatch.choose("pallas_gpu_interpret", 64, jnp.bfloat16, CACHE_DIR)
+    with pytest.raises(NotImplementedError, match="got 80"):
+        dispatch.choose("pallas_gpu_interpret", 80, jnp.float32, CACHE_DIR)
+
+
+def test_auto_takes_the_gpu_kernel_on_a_gpu_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [mock.Mock(compute_capability="9.0")])
+    dispatch._took.cache_clear()
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            assert dispatch.choose("auto", 128, jnp.bfloat16, CACHE_DIR) == "pallas_gpu"
+        assert dispatch.choose("auto", 80, jnp.bfloat16, CACHE_DIR) == "xla"
+    assert caplog.text.count("attention: pallas_gpu") == 1
+    assert "attention: xla (pallas_gpu: Triton's tiles are powers of two" in caplog.text
+    monkeypatch.setattr(jax, "devices", lambda: [mock.Mock(compute_capability="7.5")])
+    with pytest.raises(NotImplementedError, match="8.0 or more, the device has 7.5"):
+        dispatch.choose("pallas_gpu", 128, jnp.bfloat16, CACHE_DIR)
+
+
+@pytest.mark.parametrize("name", ["xla", "cpu", "pallas_gpu"])
 @pytest.mark.parametrize("num_cells", [1, 100, 1000, 5000])
 def test_stretches_fit_the_pool_longest_first(name, num_cells):
     cells = dispatch.stretch_cells(name, num_cells)
