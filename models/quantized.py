@@ -19,7 +19,7 @@ from jaxstate.models.config import Quantization
 
 Weights = Literal["float", "stored", "int8", "int8-32", "int4"]
 """What a loader makes of matrices: floats; what a GGUF file stores; int8 with a scale per output or
-per 32 inputs; int4 with a scale and an offset per 32 inputs."""
+per 32 inputs; int4 with a scale and an offset per 32 inputs, the vocabulary's in int8-32."""
 
 FORMS = {
     "int8": Quantization(bits=8),

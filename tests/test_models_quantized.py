@@ -166,6 +166,8 @@ def test_families_are_quantized_row_by_row_wherever_their_rows_lie(
     paths = [path for path, _ in loaded[0].quantized]
     assert not any(path.endswith("router") for path in paths)
     assert any("experts" in path for path in paths) == bool(loaded[0].experts)
+    vocabulary = [form.bits for path, form in loaded[0].quantized if path in ("embed", "lm_head")]
+    assert set(vocabulary) == {8}  # four bits of these cost more than those of all others
 
 
 @pytest.mark.parametrize("name", list(plain_gguf.CONVERTIBLE))
