@@ -159,10 +159,10 @@ def _inputs(case, seed):
 
 
 def _works(case, items_by_length):
-    """Fill tables; what stands behind the count must not be read."""
+    """Fill tables; what stands behind the count, if read, is an item that every row sees."""
     works = []
     for items, cells in zip(items_by_length, case.stretches, strict=True):
-        table = np.full((CAPACITY, work.NUM_COLUMNS), 2**30, np.int32)
+        table = np.tile(np.asarray([0, 0, cells, 0, 0, 0, NUM_ROWS, 0], np.int32), (CAPACITY, 1))
         table[: len(items)] = np.asarray(items, np.int32).reshape(-1, work.NUM_COLUMNS)
         count = np.asarray(len(items), np.int32)
         works.append(work.WorkList(items=table, count=count, cells_per_item=cells))
