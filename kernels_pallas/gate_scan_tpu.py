@@ -2,9 +2,9 @@
 
 The pipeline brings one tile of the matrix after the other into VMEM; each grid step multiplies a
 block of rows by it and writes ten numbers per row, which `gate_scan_tiles.merge` merges. Floor: the
-bytes of the matrix, or of the logits at hand. Besides: those numbers, padded to two times 128
-lanes, are 1 KiB per row and tile of 4 MiB, and the allowed sets come as `_row_words`, 4 bytes per
-token and 32 rows.
+bytes of the matrix, or of the logits at hand. Besides, those numbers are 8 KiB per tile of 4 MiB
+and 64 rows, padded to 128 lanes, and the allowed sets come as `_row_words`, 4 bytes per token and
+32 rows.
 """
 
 from __future__ import annotations
@@ -44,27 +44,39 @@ def gate_scan_hidden(
     Args:
       interpret: run on any device, see pallas_call.
     Raises:
-      NotImplementedError: 128 rows of the matrix pass 4 MiB.
+      NotImplementedError: hidden_size passes 16,384 in bf16 or 4,096 in f32.
     """
     num_rows, hidden_size = hidden.shape
     vocab = matrix.shape[0]
-    row_bytes = pl.cdiv(hidden_size, _LANES) * _LANES * matrix.dtype.itemsize
-    if row_bytes * _LANES > _TILE_BYTES:
-        raise NotImplementedError(
-            f"hidden_size: expected at most {_TILE_BYTES // _LANES // matrix.dtype.itemsize} in "
-            f"{matrix.dtype}, got {hidden_size}; use gate_scan_xla.gate_scan_hidden"
-        )
+    itemsize = max(hidden.dtype.itemsize, matrix.dtype.itemsize)
     # A product in full f32 keeps pieces of the tile beside it.
-    wanted = _TILE_BYTES // (2 if hidden.dtype == jnp.float32 else 1)
-    tile = min(max(wanted // row_bytes // _LANES, 1) * _LANES, _MAX_TILE)
+    tile_elements = _TILE_BYTES // itemsize // (2 if hidden.dtype == jnp.float32 else 1)
+    row_elements = pl.cdiv(hidden_size, _LANES) * _LANES
+    tile = min(tile_elements // row_elements // _LANES * _LANES, _MAX_TILE)
+    if tile == 0:
+        raise NotImplementedError(
+            f"hidden_size: expected at most {tile_elements // _LANES} in {hidden.dtype}, "
+            f"got {hidden_size}; use gate_scan_xla.gate_scan_hidden"
+        )
     rows_block = min(num_rows, _MAX_ROWS_BLOCK)
+    hidden_axis = 0 if hidden_size % _LANES else 1
+    if hidden_axis == 0:
+        # Such a matrix lies transposed by default, so that lanes need no padding: taken as it
+        # lies, or else XLA copies it before each call.
+        matrix = matrix.T
+        matrix_spec = pl.BlockSpec((hidden_size, tile), lambda tile, block: (0, tile))
+    else:
+        matrix_spec = pl.BlockSpec((tile, hidden_size), lambda tile, block: (tile, 0))
     return _scan(
-        functools.partial(_hidden_kernel, vocab=vocab, scale=scale, softcap=softcap),
-        (hidden, matrix),
-        (
-            pl.BlockSpec((rows_block, hidden_size), lambda tile, block: (block, 0)),
-            pl.BlockSpec((tile, hidden_size), lambda tile, block: (tile, 0)),
+        functools.partial(
+            _hidden_kernel,
+            hidden_axis=hidden_axis,
+            vocab=vocab,
+            scale=scale,
+            softcap=softcap,
         ),
+        (hidden, matrix),
+        (pl.BlockSpec((rows_block, hidden_size), lambda tile, block: (block, 0)), matrix_spec),
         _row_words(allowed_bits, allowed_idx),
         vocab=vocab,
         tile=tile,
@@ -117,37 +129,41 @@ def _row_words(allowed_bits, allowed_idx):
 
 def _scan(kernel, operands, specs, row_words, *, vocab, tile, rows_block, interpret) -> GateSummary:
     num_rows = operands[0].shape[0]
-    tiles = pl.cdiv(vocab, tile)
+    tiles, blocks = pl.cdiv(vocab, tile), pl.cdiv(num_rows, rows_block)
     num_words = pl.cdiv(rows_block, _WORD_ROWS)
     values, ids = pl.pallas_call(
         kernel,
         # The last dimension runs fastest: a tile is fetched once for all blocks of rows.
-        grid=(tiles, pl.cdiv(num_rows, rows_block)),
+        grid=(tiles, blocks),
         in_specs=(
             *specs,
             pl.BlockSpec((num_words, 1, tile), lambda tile, block: (block, 0, tile)),
         ),
         out_specs=tuple(
-            pl.BlockSpec((1, rows_block, count), lambda tile, block: (tile, block, 0))
+            pl.BlockSpec((1, 1, count, rows_block), lambda tile, block: (tile, block, 0, 0))
             for count in (NUM_VALUES, NUM_IDS)
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((tiles, num_rows, NUM_VALUES), jnp.float32),
-            jax.ShapeDtypeStruct((tiles, num_rows, NUM_IDS), jnp.int32),
+            jax.ShapeDtypeStruct((tiles, blocks, NUM_VALUES, rows_block), jnp.float32),
+            jax.ShapeDtypeStruct((tiles, blocks, NUM_IDS, rows_block), jnp.int32),
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="gate_scan",
     )(*operands, row_words)
-    return gate_scan_tiles.merge(values.swapaxes(1, 2), ids.swapaxes(1, 2))
+    values, ids = (
+        table.swapaxes(1, 2).reshape(tiles, -1, blocks * rows_block)[:, :, :num_rows]
+        for table in (values, ids)
+    )
+    return gate_scan_tiles.merge(values, ids)
 
 
 def _hidden_kernel(
-    hidden_ref, matrix_ref, words_ref, values_ref, ids_ref, *, vocab, scale, softcap
+    hidden_ref, matrix_ref, words_ref, values_ref, ids_ref, *, hidden_axis, vocab, scale, softcap
 ):
     hidden = hidden_ref[...]
     logits = jax.lax.dot_general(
-        hidden, matrix_ref[...].astype(hidden.dtype), (((1,), (1,)), ((), ())),
+        hidden, matrix_ref[...].astype(hidden.dtype), (((1,), (hidden_axis,)), ((), ())),
         precision=gate_scan_xla.precision_of(hidden.dtype), preferred_element_type=jnp.float32,
     )  # fmt: skip
     _finish(logits, words_ref, values_ref, ids_ref, vocab, scale, softcap)
@@ -169,8 +185,8 @@ def _finish(logits, words_ref, values_ref, ids_ref, vocab, scale, softcap):
     rows = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
     allowed = ((words >> (rows & (_WORD_ROWS - 1))) & 1) == 1
     values, found = gate_scan_tiles.summarize(logits, ids, allowed, axis=1)
-    values_ref[0] = _side_by_side(values)
-    ids_ref[0] = _side_by_side(found)
+    values_ref[0, 0] = _side_by_side(values).T
+    ids_ref[0, 0] = _side_by_side(found).T
 
 
 def _side_by_side(columns):

@@ -27,7 +27,7 @@ def _sets(rows):
 
 @platforms
 @dtypes
-@pytest.mark.parametrize("hidden_size", [64, 576, 640, 896, 4096, 8192])
+@pytest.mark.parametrize("hidden_size", [64, 576, 640, 896, 4096])
 @pytest.mark.parametrize("rows", [1, 70])
 def test_scan_of_hidden_states_lowers_for_its_platform(platform, dtype, hidden_size, rows):
     text = _lower(
@@ -70,8 +70,8 @@ def test_hidden_sizes_that_no_product_takes_are_refused():
 
 
 def test_matrices_too_wide_for_vmem_are_refused():
-    operands = ((1, 16384), jnp.float32), ((VOCAB, 16384), jnp.float32), *_sets(1)
-    with pytest.raises(NotImplementedError, match="hidden_size: expected at most 8192 in float32"):
+    operands = ((1, 8192), jnp.float32), ((VOCAB, 8192), jnp.float32), *_sets(1)
+    with pytest.raises(NotImplementedError, match="hidden_size: expected at most 4096 in float32"):
         _lower(gate_scan_tpu.gate_scan_hidden, *operands, platform="tpu")
 
 
