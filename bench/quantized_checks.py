@@ -32,7 +32,7 @@ from jaxstate.state import StepShape
 
 PREFILL = "prefill_tokens_per_s"
 FLOATS = ("float32", "bfloat16")
-QUANTIZED = ("stored", "int8", "int8-32", "int4")
+QUANTIZED = ("stored", "int8", "int8-channel", "int4")
 CONTEXT, DECODED = 512, 24  # tokens
 ROWS = (1, 4, 8, 16, 64, 256)
 INPUTS, OUTPUTS = 576, 1536

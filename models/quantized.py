@@ -17,13 +17,16 @@ import numpy as np
 
 from jaxstate.models.config import Quantization
 
-Weights = Literal["float", "stored", "int8", "int8-32", "int4"]
-"""What a loader makes of matrices: floats; what a GGUF file stores; int8 with a scale per output or
-per 32 inputs; int4 with a scale and an offset per 32 inputs, the vocabulary's in int8-32."""
+Weights = Literal["float", "stored", "int8", "int8-channel", "int4"]
+"""What a loader makes of matrices.
+
+Floats; what a GGUF file stores; int8 with a scale per 32 inputs, or per output, which is smaller
+and coarser; int4 with a scale and an offset per 32 inputs, but int8 for the vocabulary's matrices.
+"""
 
 FORMS = {
-    "int8": Quantization(bits=8),
-    "int8-32": Quantization(bits=8, group=32),
+    "int8": Quantization(bits=8, group=32),
+    "int8-channel": Quantization(bits=8),
     "int4": Quantization(bits=4, group=32, offsets=True),
 }
 

@@ -120,8 +120,8 @@ def assemble(
       shapes: every tensor of the file and its shape.
       read: returns one tensor by name, of any float dtype, cast here; or in few bits, as it is.
       origin: what to call the file in messages.
-      form: of matrices that are read as floats, but for those of the vocabulary instead of 4 bits
-        int8 by groups of 32; None = floats.
+      form: of matrices that are read as floats, with int8 instead of 4 bits for those of the
+        vocabulary; None = floats.
       mesh: each tensor goes to its devices as it is read, see Sharding; None = the default one.
     Returns:
       The configuration, which says what is quantized, and the tree of param_specs(config); its
@@ -177,7 +177,7 @@ def assemble(
         if form is not None and spec.may_be_quantized and isinstance(stored, np.ndarray):
             # Four bits of the vocabulary's matrices cost more than those of all others.
             wide = form.bits == 4 and spec.axes[0] == "vocab"
-            stored = quantized.quantize(stored, quantized.FORMS["int8-32"] if wide else form)
+            stored = quantized.quantize(stored, quantized.FORMS["int8"] if wide else form)
         if isinstance(stored, np.ndarray):
             dtype = spec.dtype(config.dtypes)
             where = None if sharding is None else sharding.of_param(spec)

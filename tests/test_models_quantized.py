@@ -154,7 +154,7 @@ def _assert_same_weights(loaded, floats, tolerance: float) -> None:
         assert np.abs(found - weight).max() <= tolerance * np.abs(weight).max(), path
 
 
-@pytest.mark.parametrize("weights, tolerance", [("int8", 0.501 / 127), ("int4", 1.01 / 15)])
+@pytest.mark.parametrize("weights, tolerance", [("int8-channel", 0.501 / 127), ("int4", 1.01 / 15)])
 @pytest.mark.parametrize("name", ["phi3-partial", "mixtral", "qwen3_moe", "smollm3"])
 def test_families_are_quantized_row_by_row_wherever_their_rows_lie(
     tmp_path, name, weights, tolerance
@@ -236,7 +236,7 @@ def _engine(
         return Engine(model.params, model.config, config)
 
 
-@pytest.mark.parametrize("weights, implementation", [("int8", "cpu"), ("int4", "xla")])
+@pytest.mark.parametrize("weights, implementation", [("int8-channel", "cpu"), ("int4", "xla")])
 def test_engine_on_quantized_weights_equals_the_dense_forward(tiny, weights, implementation):
     if implementation == "cpu" and (reason := cpu_library.unsupported()):
         pytest.skip(reason)
