@@ -129,20 +129,20 @@ def _context(
         _MAX_TILE_CELLS,
         max(_MIN_ROWS, pl.next_power_of_2(cells)),
     )
-    scaled = jnp.asarray(1 / math.sqrt(head_dim), q.dtype) * q
-    scaled = attention_xla.to_blocks(scaled, kv_heads, chunk_tokens)
+    scaled = attention_xla.to_blocks(
+        q * jnp.asarray(1 / math.sqrt(head_dim), q.dtype), kv_heads, chunk_tokens
+    )
     chunks, _, num_rows, _ = scaled.shape
     padded_rows = max(_MIN_ROWS, pl.next_power_of_2(num_rows))
     shares = min(-(-_PROGRAMS // (chunks * kv_heads)), -(-cells // tile_cells))
 
-    def pad(x, axis, value=0):
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = (0, padded_rows - num_rows)
-        return jnp.pad(x, widths, constant_values=value)
+    padding = (0, padded_rows - num_rows)
+    # Blocks are read whole, padding too.
+    scaled = jnp.pad(scaled, ((0, 0), (0, 0), padding, (0, 0)))
 
     def by_row(x, value):
-        x = x.reshape(chunks, chunk_tokens)
-        return pad(jnp.repeat(x, num_rows // chunk_tokens, axis=1), 1, value)
+        x = jnp.repeat(x.reshape(chunks, chunk_tokens), num_rows // chunk_tokens, axis=1)
+        return jnp.pad(x, ((0, 0), padding), constant_values=value)
 
     positions = by_row(positions, 0)
     token_rows = by_row(token_rows, work_columns.PADDING_ROW)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -67,3 +69,12 @@ def test_context_attention_lowers_for_cuda(sizes, head_dim, dtype):
 )
 def test_context_attention_lowers_for_cuda_with_any_heads_pages_and_pools(sizes):
     assert _lowered(sizes, 128, jnp.bfloat16).count("gpu.triton") == 1
+
+
+def test_blocks_of_query_rows_lower_for_cuda_without_reading_past_their_array():
+    """Four rows per head are padded to the sixteen that a block reads."""
+    [call] = [
+        line for line in _lowered(DECODE, 128, jnp.bfloat16).splitlines() if "gpu.triton" in line
+    ]
+    operands = re.search(r": \((.*)\) -> ", call).group(1)
+    assert operands.count("tensor<64x8x16x128xbf16>") == 2
