@@ -402,6 +402,44 @@ def test_interpreted_kernel_reads_no_unused_cell(case, name):
     np.testing.assert_array_equal(_run(case, inputs, _partly_filled(case)), before)
 
 
+@pytest.mark.parametrize(
+    "head_dim, page_size, dtype",
+    [(64, 16, "bfloat16"), (64, 256, "float32"), (128, 64, "bfloat16"), (256, 128, "float32")],
+)
+def test_interpreted_kernel_equals_plain_xla_at_every_head_dim(head_dim, page_size, dtype):
+    rng = np.random.default_rng(head_dim)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+
+    pool = (2, 1024 // page_size, page_size, head_dim)
+    rows = [(0, 5, 600, -20, 9, 0, 1, 0), (300, 0, 400, 0, -70, 1, 2, 1), (9, 0, 1, 0, 0, 0, 2, 1)]
+    items = work.WorkList(items=np.asarray(rows, np.int32), count=3, cells_per_item=600)
+    inputs = (
+        normal(4, 6, head_dim),
+        normal(4, 2, head_dim),
+        normal(4, 2, head_dim),
+        np.asarray([500, 640, 300, 80], np.int32),
+        np.asarray([0, 0, 1, 1], np.int32),
+        np.tri(4, dtype=bool),
+        normal(*pool),
+        normal(*pool),
+        (items,),
+        (rope.angles_at(items.items[:, work.SHIFT], jnp.geomspace(1, 1e-3, head_dim // 2)),),
+    )
+    xla, interpreted = (
+        jax.jit(
+            functools.partial(
+                dispatch.attend, name, block_tokens=2, window=None,
+                precision=jax.lax.Precision.HIGHEST,
+            )
+        )(*inputs)
+        for name in ("xla", "pallas_gpu_interpret")
+    )  # fmt: skip
+    np.testing.assert_allclose(interpreted, xla, atol=TOLERANCE[dtype], rtol=0)
+    assert np.abs(xla).max() > 0.1
+
+
 # What a batch must not change
 
 ONE_BY_ONE = Case("pallas_gpu_interpret", 2, 1, None, tokens=4, pages=256, stretches=(700,))
