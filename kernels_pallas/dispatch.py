@@ -28,7 +28,10 @@ _PALLAS_GPU = ("pallas_gpu", "pallas_gpu_interpret")
 
 
 def choose(implementation: Implementation, head_dim: int, dtype, cache_dir: pathlib.Path) -> str:
-    """Return a name but "auto", built and ready; "auto" takes the fastest that runs here.
+    """Return a name but "auto", built and ready.
+
+    "auto" takes the fastest that runs here of those that have been tried: "pallas_gpu" must be
+    named, until a device has shown that it is right.
 
     Args:
       dtype: of keys and values in the pool.
@@ -57,8 +60,6 @@ def choose(implementation: Implementation, head_dim: int, dtype, cache_dir: path
         if implementation == "cpu":
             _build_for_cpu(cache_dir)
         return implementation
-    if reasons["pallas_gpu"] is None:
-        return _took("pallas_gpu")
     if reasons["cpu"] is None:
         try:
             _build_for_cpu(cache_dir)
@@ -66,7 +67,8 @@ def choose(implementation: Implementation, head_dim: int, dtype, cache_dir: path
             logger.warning('%s; "auto" takes plain XLA, which is slower', error)
             return "xla"
         return _took("cpu")
-    return _took("xla", f" (pallas_gpu: {reasons['pallas_gpu']}; cpu: {reasons['cpu']})")
+    reason = reasons["pallas_gpu"] or "no device has tried it yet, name it to do so"
+    return _took("xla", f" (pallas_gpu: {reason}; cpu: {reasons['cpu']})")
 
 
 def _build_for_cpu(cache_dir: pathlib.Path) -> None:

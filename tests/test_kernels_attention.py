@@ -535,15 +535,16 @@ def test_interpreted_kernel_needs_no_gpu_but_keeps_the_other_limits():
         dispatch.choose("pallas_gpu_interpret", 80, jnp.float32, CACHE_DIR)
 
 
-def test_auto_takes_the_gpu_kernel_on_a_gpu_and_says_so_once(monkeypatch, caplog):
+def test_auto_leaves_the_untried_gpu_kernel_alone_and_says_so_once(monkeypatch, caplog):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [mock.Mock(compute_capability="9.0")])
     dispatch._took.cache_clear()
     with caplog.at_level(logging.INFO):
         for _ in range(3):
-            assert dispatch.choose("auto", 128, jnp.bfloat16, CACHE_DIR) == "pallas_gpu"
+            assert dispatch.choose("auto", 128, jnp.bfloat16, CACHE_DIR) == "xla"
         assert dispatch.choose("auto", 80, jnp.bfloat16, CACHE_DIR) == "xla"
-    assert caplog.text.count("attention: pallas_gpu") == 1
+        assert dispatch.choose("pallas_gpu", 128, jnp.bfloat16, CACHE_DIR) == "pallas_gpu"
+    assert caplog.text.count("attention: xla (pallas_gpu: no device has tried it yet") == 1
     assert "attention: xla (pallas_gpu: Triton's tiles are powers of two" in caplog.text
     monkeypatch.setattr(jax, "devices", lambda: [mock.Mock(compute_capability="7.5")])
     with pytest.raises(NotImplementedError, match="8.0 or more, the device has 7.5"):
