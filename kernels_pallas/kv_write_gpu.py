@@ -34,13 +34,20 @@ def kv_write(
       cells: [tokens] int32, page * page_size + cell; num_pages * page_size or more = write
         nothing. No cell is named twice.
       interpret: run on any device, operation by operation.
+    Raises:
+      NotImplementedError: head_dim is no power of two.
     """
     kv_heads, num_pages, page_size, head_dim = k_pages.shape
-    flat = (kv_heads, num_pages * page_size, head_dim)
+    if head_dim & (head_dim - 1):
+        raise NotImplementedError(
+            f"head_dim: expected a power of two, got {head_dim}; use kv_write_xla.kv_write"
+        )
+    num_cells = num_pages * page_size
+    flat = (kv_heads * num_cells, head_dim)
     tokens = cells.shape[0]
     block = min(pl.next_power_of_2(tokens), _MAX_TOKENS_BLOCK)
     outs = pl.pallas_call(
-        _kernel(block),
+        _kernel(block, num_cells),
         grid=(pl.cdiv(tokens, block), kv_heads),
         out_shape=tuple(jax.ShapeDtypeStruct(flat, pages.dtype) for pages in (k_pages, v_pages)),
         input_output_aliases={0: 0, 1: 1},
@@ -51,24 +58,22 @@ def kv_write(
     return outs[0].reshape(k_pages.shape), outs[1].reshape(v_pages.shape)
 
 
-def _kernel(block: int):
+def _kernel(block: int, num_cells: int):
     def write(_, __, k_ref, v_ref, cells_ref, k_pages_ref, v_pages_ref):
         tokens, _, head_dim = k_ref.shape
-        _, num_cells, _ = k_pages_ref.shape
-        lanes = pl.next_power_of_2(head_dim)
         head = pl.program_id(1)
         token = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
         real = token < tokens
         cell = plgpu.load(cells_ref.at[token], mask=real, other=num_cells)
         lane, token, cell, real = jnp.broadcast_arrays(
-            jnp.arange(lanes, dtype=jnp.int32)[None, :], *(x[:, None] for x in (token, cell, real))
+            jnp.arange(head_dim, dtype=jnp.int32)[None, :],
+            *(x[:, None] for x in (token, cell, real)),
         )
-        real &= lane < head_dim
         heads = jnp.full_like(lane, head)
         for new_ref, pages_ref in ((k_ref, k_pages_ref), (v_ref, v_pages_ref)):
             new = plgpu.load(new_ref.at[token, heads, lane], mask=real, other=0)
             plgpu.store(
-                pages_ref.at[heads, cell, lane],
+                pages_ref.at[heads * num_cells + cell, lane],
                 new.astype(pages_ref.dtype),
                 mask=real & (cell < num_cells),
             )

@@ -4,8 +4,12 @@ Memory is laid out in tiles of 8 rows (f32) or 16 (bf16) and 128 lanes, and copi
 So a token's heads are put into the tiles that hold its cell, which come to VMEM and go back: bytes
 are 2 * tile rows * those of the pages' cells written, shared by tokens of one tile. 64 decoding
 sessions with 8 heads of 128 in bf16 move 8 MiB per layer, where 256 KiB are new; a chunk of
-neighbouring cells moves no more than twice its size. A head_dim of 64 pays for 128 lanes, in the
-pool as well.
+neighbouring cells moves about twice its size.
+
+The kernel takes pages as row-major tiles. That is how TPU lays a pool of head_dim 128 or 256 out.
+One of another head_dim lies transposed by default, and XLA would copy it whole around each call:
+allocate it, and compile the step, with `Format(Layout((0, 1, 2, 3)))` of jax.experimental.layout.
+It then pays for whole 128 lanes: twice the memory and the bytes for head_dim 64.
 """
 
 from __future__ import annotations

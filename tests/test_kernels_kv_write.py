@@ -18,7 +18,7 @@ from jaxstate.kernels_pallas import kv_write_gpu, kv_write_tpu
 from jaxstate.kernels_pallas.kv_write_xla import kv_write
 
 SETTINGS = hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
-KV_HEADS, PAGES, PAGE_SIZE, HEAD_DIM = 2, 3, 16, 24
+KV_HEADS, PAGES, PAGE_SIZE, HEAD_DIM = 2, 3, 16, 8
 NUM_CELLS = PAGES * PAGE_SIZE
 _write = jax.jit(kv_write, donate_argnums=(0,))
 
