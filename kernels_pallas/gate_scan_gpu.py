@@ -60,7 +60,10 @@ def gate_scan_hidden(
         (hidden, matrix, allowed_bits, allowed_idx),
         tiles=pl.cdiv(matrix.shape[0], _HIDDEN_TILE),
         rows_block=rows_block,
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=4),
+        # A tile of 64 rows in f32 spills registers of four warps.
+        compiler_params=plgpu.CompilerParams(
+            num_warps=8 if rows_block == _MAX_ROWS_BLOCK else 4, num_stages=4
+        ),
         interpret=interpret,
     )
 
