@@ -16,6 +16,7 @@ from jaxstate.config import EngineConfig
 from jaxstate.engine import Engine
 from jaxstate.errors import CapacityError, InputError
 from jaxstate.models.config import ModelConfig
+from jaxstate.models.quantized import Weights
 from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.sampling import Sampling
 from jaxstate.serving import local_model, terminal
@@ -42,6 +43,7 @@ class Question:
       sampling: how tokens are drawn.
       stop: strings that end the answer.
       dtype: "float32" or "bfloat16".
+      weights: what matrices are kept as, see models.quantized.
     """
 
     model: str
@@ -51,6 +53,7 @@ class Question:
     sampling: Sampling
     stop: tuple[str, ...]
     dtype: str
+    weights: Weights = "float"
 
     def __post_init__(self):
         """Refuse what would only fail after the model is loaded and compiled."""
@@ -78,7 +81,10 @@ def run(
     Raises:
       ValueError, JaxStateError, RuntimeError: the message says what is wrong.
     """
-    model = local_model.load(question.model, dtype=question.dtype, cache_dir=cache_dir, console=log)
+    model = local_model.load(
+        question.model, dtype=question.dtype, weights=question.weights, cache_dir=cache_dir,
+        console=log,
+    )
     tokenizer = model.loaded.tokenizer
     prompt_ids = encode_prompt(question, tokenizer)
     config = engine_config(model.loaded.config, len(prompt_ids), question.max_new_tokens)

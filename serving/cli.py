@@ -12,13 +12,14 @@ import pathlib
 import platform
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import jax
 import typer
 from rich.console import Console
 
 from jaxstate.errors import CapacityError, JaxStateError
+from jaxstate.models.quantized import Weights
 from jaxstate.sampling import Sampling
 from jaxstate.serving import ask as ask_command
 from jaxstate.serving import catalogue, compile_cache, demo_market, local_model, market
@@ -74,6 +75,9 @@ def ask(
         list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    weights: Annotated[
+        str, typer.Option(help="float, stored (as the GGUF file has them), int8 or int4.")
+    ] = "float",
     as_json: Json = False,
     cache_dir: CacheDir = None,
 ) -> None:
@@ -83,7 +87,7 @@ def ask(
         sampling=Sampling(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
         ),
-        stop=tuple(stop or ()), dtype=dtype,
+        stop=tuple(stop or ()), dtype=dtype, weights=cast(Weights, weights),
     )
     cache = _cache(cache_dir)
     compile_cache.enable(cache / "xla")

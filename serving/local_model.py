@@ -9,6 +9,7 @@ import time
 from rich.console import Console
 
 from jaxstate.models import hub, loading, params, sources
+from jaxstate.models.quantized import Weights
 from jaxstate.serving import machine, terminal
 
 
@@ -52,7 +53,14 @@ class LocalModel:
     load_s: float
 
 
-def load(model: str, *, dtype: str, cache_dir: pathlib.Path, console: Console) -> LocalModel:
+def load(
+    model: str,
+    *,
+    dtype: str,
+    cache_dir: pathlib.Path,
+    console: Console,
+    weights: Weights = "float",
+) -> LocalModel:
     """Load a model by name or path; a known name that is not in the cache is fetched first.
 
     Raises:
@@ -61,13 +69,13 @@ def load(model: str, *, dtype: str, cache_dir: pathlib.Path, console: Console) -
     path = path_of(model, cache_dir, console)
     began = time.perf_counter()
     with terminal.activity(console, f"loading {path.name}"):
-        loaded = loading.load(path, dtype=dtype)
+        loaded = loading.load(path, dtype=dtype, weights=weights)
     load_s = time.perf_counter() - began
     size = machine.weights_bytes(loaded.config)
     terminal.say(
         console,
         f"loaded {loaded.name}: {params.num_params(loaded.config) / 1e6:,.1f} million weights, "
-        f"{size / 1e6:,.0f} MB as {dtype}, in {load_s:.1f} s",
+        f"{size / 1e6:,.0f} MB as {dtype if weights == 'float' else weights}, in {load_s:.1f} s",
     )
     return LocalModel(loaded=loaded, load_s=load_s)
 

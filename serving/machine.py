@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 import time
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxstate.models.config import ModelConfig
-from jaxstate.models.params import num_params
+from jaxstate.models.params import Params, abstract_params, num_params
 
 _MATRIX_WIDTH = 2048
 _READ_ROWS = 32_768  # of _MATRIX_WIDTH f32: 268 MB, far more than caches hold
@@ -70,14 +71,18 @@ def free_bytes() -> int | None:
 
 
 def weights_bytes(model: ModelConfig) -> int:
-    """Return the size of all weights."""
-    return num_params(model) * jnp.dtype(model.dtypes.param_dtype).itemsize
+    """Return the size of all weights, quantized ones as they are kept."""
+    return _bytes_of(abstract_params(model))
 
 
 def weights_read_bytes(model: ModelConfig) -> int:
     """Return the bytes of weights that a step reads: all, but few rows of an input embedding."""
-    unread = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
-    return (num_params(model) - unread) * jnp.dtype(model.dtypes.param_dtype).itemsize
+    weights = abstract_params(model)
+    return _bytes_of(weights) - (0 if model.tied_embeddings else _bytes_of(weights["embed"]))
+
+
+def _bytes_of(weights: Params) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
 
 
 def forward_flops(model: ModelConfig, context_len: int, num_tokens: int) -> int:

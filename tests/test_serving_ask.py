@@ -131,6 +131,7 @@ def test_stop_ends_the_text(capsys, files):
         (("--raw",), "base.gguf", "x" * 60, "60 prompt tokens and 12 new ones exceed the model's"),
         (("--raw",), "absent.gguf", PROMPT, "an existing path or an id"),
         (("--raw", "--dtype", "int3"), "base.gguf", PROMPT, 'got "int3"'),
+        (("--raw", "--weights", "int3"), "base.gguf", PROMPT, "weights: expected one of"),
     ],
 )
 def test_refusals_come_before_anything_is_compiled(capsys, files, options, model, prompt, message):
@@ -176,3 +177,9 @@ def test_base_model_gets_the_message_as_raw_text_with_a_warning(capsys, files, c
     raw = json.loads(_ask(capsys, files, "--json", "--raw", model="base.gguf").out)
     assert asked["prompt_ids"] == raw["prompt_ids"]
     assert "no chat template" in caplog.text
+
+
+def test_weights_are_kept_in_few_bits_on_request(capsys, files):
+    result = _ask(capsys, files, "--raw", "--json", "--weights", "int8")
+    assert result.status == 0 and len(json.loads(result.out)["ids"]) == NEW_TOKENS
+    assert "as int8" in result.err
