@@ -88,7 +88,8 @@ def bench(model_name: str, directory: pathlib.Path | None, quick: bool, report: 
         ready_s=time.perf_counter() - started,
     )
     ready = compiled.count
-    engine_checks.parity(engine, report, bar="parity.smollm2", reference="hf_smol.json")
+    record = engine_checks.RECORDS / f"{MODEL}.json"
+    engine_checks.parity(engine, report, bar="parity.smollm2", record=record)
     peers = market_run.start_peers(directory, report) if directory else {}
     for peer in peers.values():
         peer.append(list(workload.start))

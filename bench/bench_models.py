@@ -25,9 +25,9 @@ from jaxstate.engine import Engine
 from jaxstate.models import loading, sources
 from jaxstate.state import StepShape
 
-REFERENCES = {
-    "parity.gemma": ("gemma3-270m", "hf_gemma.json"),
-    "parity.qwen": ("qwen2.5-0.5b", "hf_qwen.json"),
+RECORDS = {
+    "parity.gemma": engine_checks.RECORDS / "gemma3-270m.json",
+    "parity.qwen": common.ROOT / "tests" / "data" / "qwen2.5-0.5b.json",
 }
 QUICK = "left out by --quick"
 
@@ -44,8 +44,8 @@ def main() -> None:
     command += " --quick" if args.quick else ""
     report = Report("models", command=command, quick=args.quick, path=args.out)
     report.line(arm="machine", **common.machine_facts())
-    for bar, (name, reference) in REFERENCES.items():
-        parity(bar, name, reference, args.gguf_dir, args.quick, report)
+    for bar, record in RECORDS.items():
+        parity(bar, record, args.gguf_dir, args.quick, report)
     family_checks.families(report)
     text_checks.bars(report, args.gguf_dir, quick=args.quick)
     oracle_checks.families(report, quick=args.quick)
@@ -54,9 +54,10 @@ def main() -> None:
 
 
 def parity(
-    bar: str, name: str, reference: str, directory: pathlib.Path | None, quick: bool, report: Report
+    bar: str, record: pathlib.Path, directory: pathlib.Path | None, quick: bool, report: Report
 ) -> None:
     """Compare a real model with Hugging Face's recorded answers."""
+    name = record.stem
     path = model_path(name, directory)
     if quick or path is None:
         reason = QUICK if quick else f"no {name}.gguf; give its directory with --gguf-dir"
@@ -69,7 +70,7 @@ def parity(
         num_pages=8, page_size=64, context_len=256, evict_quantum=64, step_shapes=shapes
     )
     engine = Engine(loaded.params, loaded.config, config)
-    engine_checks.parity(engine, report, bar=bar, reference=reference)
+    engine_checks.parity(engine, report, bar=bar, record=record)
 
 
 def model_path(name: str, directory: pathlib.Path | None) -> pathlib.Path | None:

@@ -25,7 +25,7 @@ from jaxstate.models.rope import RopeConfig
 from jaxstate.serving import compile_cache
 from jaxstate.state import StepShape
 
-REFERENCES = common.ROOT / "tests" / "data"
+RECORDS = common.ROOT / "serving" / "data" / "parity"
 FORKS = 200
 CYCLES = 1000
 WARM_UP_CYCLES = 200
@@ -38,23 +38,23 @@ WARM = Limit(op="<=", value=10)
 GROWTH = Limit(op="<=", value=0.5)
 
 
-def parity(engine: Engine, report: Report, *, bar: str, reference: str) -> None:
+def parity(engine: Engine, report: Report, *, bar: str, record: pathlib.Path) -> None:
     """Compare greedy ids and the first step's top logits with Hugging Face's.
 
     Args:
-      reference: name of the file in tests/data with what it computed.
+      record: file with what it computed.
     """
-    records = json.loads((REFERENCES / reference).read_text())
+    records = json.loads(record.read_text())
     errors, equal = [], []
-    for record in records:
-        answer = engine.generate(record["ids"], max_new_tokens=len(record["new"]))
-        equal.append(list(answer.token_ids) == record["new"])
+    for case in records:
+        answer = engine.generate(case["ids"], max_new_tokens=len(case["new"]))
+        equal.append(list(answer.token_ids) == case["new"])
         session = engine.create()
-        logits = np.asarray(engine.advance(session, record["ids"]).ready.row_logits())
+        logits = np.asarray(engine.advance(session, case["ids"]).ready.row_logits())
         engine.close(session)
-        top = np.argsort(-logits, kind="stable")[: len(record["top5"])].tolist()
-        equal.append(top == [token_id for token_id, _ in record["top5"]])
-        errors += [abs(float(logits[token_id]) - logit) for token_id, logit in record["top5"]]
+        top = np.argsort(-logits, kind="stable")[: len(case["top5"])].tolist()
+        equal.append(top == [token_id for token_id, _ in case["top5"]])
+        errors += [abs(float(logits[token_id]) - logit) for token_id, logit in case["top5"]]
     report.bar(
         bar, max(errors), PARITY, unit="largest |logit difference|, ids equal",
         n=len(records), sound=all(equal), greedy_ids_equal=equal[::2], top5_ids_equal=equal[1::2],

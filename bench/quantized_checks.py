@@ -26,7 +26,7 @@ from common import Report
 from jaxstate.config import EngineConfig
 from jaxstate.engine import Engine
 from jaxstate.kernels_pallas import dispatch
-from jaxstate.models import decoder, layers, loading, quantized, sources
+from jaxstate.models import loading, plain_forward, quantized, sources
 from jaxstate.models.loaded_model import LoadedModel
 from jaxstate.state import StepShape
 
@@ -79,7 +79,10 @@ def _num_bytes(model: LoadedModel) -> int:
 def _logprobs(model: LoadedModel, encoded: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Return natural log-probabilities after every token of every text, in float64."""
     longest = max(map(len, encoded))
-    compiled = jax.jit(functools.partial(_dense_logits, model.config, _product(model)))
+    product = _product(model)
+    compiled = jax.jit(
+        lambda params, ids: plain_forward.logits(params, model.config, ids, product=product)
+    )
     found = []
     for ids in encoded:
         padded = np.zeros(longest, np.int32)
@@ -99,28 +102,6 @@ def _product(model: LoadedModel) -> quantized.Product:
 
 def _kernel_cache() -> pathlib.Path:
     return platformdirs.user_cache_path("jaxstate") / "kernels"
-
-
-def _dense_logits(config, product: quantized.Product, params, token_ids: jax.Array) -> jax.Array:
-    """Logits after every token by plain causal attention: [tokens, vocab] f32."""
-    positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
-
-    def attend(layer_idx, q, k, v, state):
-        layer = config.layers[layer_idx]
-        frequencies = jnp.asarray(layer.rope.inverse_frequencies(config.head_dim))
-        q = layers.rotate(q, positions, frequencies).astype(jnp.float32)
-        k = layers.rotate(k, positions, frequencies).astype(jnp.float32)
-        k, wide = (jnp.repeat(x, config.heads_per_kv_head, axis=1) for x in (k, v))
-        scores = jnp.einsum("QND,KND->NQK", q, k, precision="highest") * config.head_dim**-0.5
-        distance = positions[:, None] - positions
-        visible = (distance >= 0) & (distance < (layer.window or config.max_positions))
-        shares = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf))
-        mixed = jnp.einsum("NQK,KND->QND", shares, wide.astype(jnp.float32), precision="highest")
-        return mixed.astype(v.dtype), state
-
-    states = (None,) * config.num_layers
-    hidden, _ = decoder.forward(params, config, token_ids, attend, states, product)
-    return decoder.logits(params, config, hidden, product)
 
 
 def speed(path: pathlib.Path, rounds: int, report: Report) -> list[dict[str, Any]]:

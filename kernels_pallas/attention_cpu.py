@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxstate.kernels_pallas import cpu_library
 from jaxstate.kernels_pallas.rope import Angles
-from jaxstate.kernels_pallas.work import WorkList
+from jaxstate.kernels_pallas.work import WorkList, used_items
 
 SOURCE = pathlib.Path(__file__).with_name("attention_cpu.cc")
 TARGET = "jaxstate_attention_cpu"
@@ -75,7 +75,7 @@ def attention(
       [tokens, num_heads, head_dim] f32; 0 where nothing is visible.
     """
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(q.shape, jnp.float32))
-    items = jnp.concatenate([_used(one) for one in work])
+    items = jnp.concatenate([used_items(one) for one in work])
     cos = jnp.concatenate([angles.cos for angles in shifts])
     sin = jnp.concatenate([angles.sin for angles in shifts])
     count = jnp.full(1, items.shape[0], jnp.int32) if len(work) > 1 else work[0].count.reshape(1)
@@ -83,9 +83,3 @@ def attention(
         q, k, v, positions, token_rows, bias, k_pages, v_pages, items, count, cos, sin,
         block_tokens=np.int32(block_tokens), window=np.int32(window or 0),
     )  # fmt: skip
-
-
-def _used(work: WorkList) -> jax.Array:
-    """Items with those past the count made empty, so that lists can follow one another."""
-    index = jnp.arange(work.items.shape[0], dtype=jnp.int32)
-    return jnp.where(index[:, None] < work.count, work.items, 0)

@@ -25,7 +25,7 @@ from jaxstate.kernels_pallas import attention_xla
 from jaxstate.kernels_pallas import work as work_columns
 from jaxstate.kernels_pallas.attention_xla import MASKED, Partial
 from jaxstate.kernels_pallas.rope import Angles
-from jaxstate.kernels_pallas.work import WorkList
+from jaxstate.kernels_pallas.work import WorkList, used_items
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 # Query rows of a chunk: their sums stay in the registers of eight warps, no spills at head_dim 128.
@@ -146,7 +146,7 @@ def _context(
 
     positions = by_row(positions, 0)
     token_rows = by_row(token_rows, work_columns.PADDING_ROW)
-    items = jnp.concatenate([_used(one) for one in work])
+    items = jnp.concatenate([used_items(one) for one in work])
     spans, visits = _plan(
         items, positions, token_rows,
         chunks_per_block=block_tokens // chunk_tokens, shares=shares, tile_cells=tile_cells,
@@ -205,12 +205,6 @@ def _context(
     return Partial(
         peak=peak[..., :num_rows], total=total[..., :num_rows], mixed=mixed[..., :num_rows, :]
     )
-
-
-def _used(work: WorkList) -> jax.Array:
-    """Items with those past the count made empty, so that lists can follow one another."""
-    index = jnp.arange(work.items.shape[0], dtype=jnp.int32)
-    return jnp.where(index[:, None] < work.count, work.items, 0)
 
 
 def _plan(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 START, FIRST, FILL, BASE, SHIFT, ROW_BEGIN, ROW_END, BLOCK = range(8)
 NUM_COLUMNS = 8
@@ -30,3 +31,9 @@ class WorkList:
     items: jax.Array
     count: jax.Array
     cells_per_item: int = flax.struct.field(pytree_node=False)
+
+
+def used_items(work: WorkList) -> jax.Array:
+    """Return the items, those past the count made empty, so that lists can follow one another."""
+    index = jnp.arange(work.items.shape[0], dtype=jnp.int32)
+    return jnp.where(index[:, None] < work.count, work.items, 0)

@@ -1,6 +1,6 @@
 """Decoder families, their weights and their tokenizers; knows nothing of sessions."""
 
-from jaxstate.models import chat_template, sources
+from jaxstate.models import chat_template, plain_forward, sources
 from jaxstate.models.checkpoint import save_checkpoint
 from jaxstate.models.config import DtypePolicy, ExpertConfig, LayerConfig, ModelConfig
 from jaxstate.models.decoder import Attend, forward, logits
@@ -61,6 +61,7 @@ __all__ = [
     "num_params",
     "param_specs",
     "place",
+    "plain_forward",
     "rotate",
     "save_checkpoint",
     "sources",

@@ -4,42 +4,43 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxstate.models import decoder, layers
+from jaxstate.models import decoder, layers, quantized
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.params import Params
 
 
-def last_logits(params: Params, config: ModelConfig, token_ids: np.ndarray) -> np.ndarray:
-    """Return the logits after the last of some tokens by plain causal attention, [vocab] f32.
-
-    Every operation is dispatched by itself, so nothing is compiled as one program.
+def logits(
+    params: Params,
+    config: ModelConfig,
+    token_ids: jax.Array,
+    *,
+    product: quantized.Product = quantized.plain_product,
+) -> jax.Array:
+    """Return the logits after every token of one sequence, by plain causal attention.
 
     Args:
       token_ids: [tokens] int32; scores take memory quadratic in their number.
+      product: multiplies by quantized matrices.
+    Returns:
+      [tokens, vocab_size] f32.
     """
-    positions = jnp.arange(len(token_ids), dtype=jnp.int32)
-    precision = config.dtypes.precision
+    positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
+    distance = positions[:, None] - positions
 
     def attend(layer_idx, q, k, v, state):
         layer = config.layers[layer_idx]
         frequencies = jnp.asarray(layer.rope.inverse_frequencies(config.head_dim))
-        q = layers.rotate(q, positions, frequencies)
-        k = layers.rotate(k, positions, frequencies)
-        k, v = (jnp.repeat(x, config.heads_per_kv_head, axis=1) for x in (k, v))
-        scores = jnp.einsum(
-            "QND,KND->NQK", q, k, precision=precision, preferred_element_type=jnp.float32
-        )
-        distance = positions[:, None] - positions
+        q = layers.rotate(q, positions, frequencies).astype(jnp.float32)
+        k = layers.rotate(k, positions, frequencies).astype(jnp.float32)
+        k, wide_v = (jnp.repeat(x, config.heads_per_kv_head, axis=1) for x in (k, v))
+        scores = jnp.einsum("QND,KND->NQK", q, k, precision="highest") * config.head_dim**-0.5
         visible = (distance >= 0) & (distance < (layer.window or config.max_positions))
-        scores = jnp.where(visible, scores * config.head_dim**-0.5, -jnp.inf)
-        shares = jax.nn.softmax(scores).astype(v.dtype)
-        mixed = jnp.einsum(
-            "NQK,KND->QND", shares, v, precision=precision, preferred_element_type=jnp.float32
-        )
+        shares = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf))
+        wide_v = wide_v.astype(jnp.float32)
+        mixed = jnp.einsum("NQK,KND->QND", shares, wide_v, precision="highest")
         return mixed.astype(v.dtype), state
 
     states = (None,) * config.num_layers
-    hidden, _ = decoder.forward(params, config, jnp.asarray(token_ids), attend, states)
-    return np.asarray(decoder.logits(params, config, hidden[-1:])[0], np.float32)
+    hidden, _ = decoder.forward(params, config, token_ids, attend, states, product)
+    return decoder.logits(params, config, hidden, product)

@@ -45,11 +45,10 @@ def known_models(cache_dir: pathlib.Path) -> list[dict[str, Any]]:
     found = []
     for name, source in sources.SOURCES.items():
         path = sources.cached_path(name, cache_dir=directory)
-        is_there = path.is_file() and path.stat().st_size == source.size_bytes
         found.append(
             {
                 "model": name, "bytes": source.size_bytes, "licence": source.licence,
-                "path": str(path) if is_there else None,
+                "path": str(path) if local_model.is_there(name, cache_dir) else None,
             }
         )
     return found

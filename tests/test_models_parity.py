@@ -14,6 +14,7 @@ import pytest
 from jaxstate import models
 
 DATA = pathlib.Path(__file__).parent / "data"
+SMOLLM2 = DATA.parent.parent / "serving" / "data" / "parity" / "smollm2-135m.json"
 PADDED_LEN = 48
 # Both sides compute in f32 and sum in another order.
 TOLERANCE = {"smollm2": 1e-2, "tiny": 1e-5}
@@ -27,7 +28,7 @@ def _read(name: str):
 def smollm2_logits(smollm2_model):
     config, params = smollm2_model.config, smollm2_model.params
     with jax.numpy_dtype_promotion("strict"):
-        compiled = jax.jit(lambda params, ids: model_files.dense_logits(params, config, ids))
+        compiled = jax.jit(lambda params, ids: models.plain_forward.logits(params, config, ids))
         ids = jax.ShapeDtypeStruct((PADDED_LEN,), jnp.int32)
         compiled = compiled.lower(params, ids).compile()
 
@@ -40,7 +41,7 @@ def smollm2_logits(smollm2_model):
     return logits
 
 
-@pytest.mark.parametrize("record", _read("hf_smol.json"), ids=lambda record: record["prompt"])
+@pytest.mark.parametrize("record", _read(SMOLLM2), ids=lambda record: record["prompt"])
 def test_smollm2_greedy_continuation_equals_hugging_face(smollm2_logits, record):
     # Causal attention makes one pass over prompt and answer equal to a pass per token: each
     # argmax is the recorded next token, so by induction greedy decoding gives the record.
@@ -49,7 +50,7 @@ def test_smollm2_greedy_continuation_equals_hugging_face(smollm2_logits, record)
     assert logits[len(prompt) - 1 :].argmax(-1).tolist() == new
 
 
-@pytest.mark.parametrize("record", _read("hf_smol.json"), ids=lambda record: record["prompt"])
+@pytest.mark.parametrize("record", _read(SMOLLM2), ids=lambda record: record["prompt"])
 def test_smollm2_top_five_logits_equal_hugging_face(smollm2_logits, record):
     logits = smollm2_logits(record["ids"])[-1]
     order = np.argsort(-logits)[:5]
@@ -72,5 +73,5 @@ def test_tiny_llama_logits_equal_hugging_face(tmp_path, case):
     config, params = models.load_safetensors(directory)
     with jax.numpy_dtype_promotion("strict"):
         ids = jnp.asarray(case["token_ids"], jnp.int32)
-        logits = model_files.dense_logits(params, config, ids)
+        logits = models.plain_forward.logits(params, config, ids)
     np.testing.assert_allclose(logits, case["logits"], atol=TOLERANCE["tiny"])

@@ -21,7 +21,7 @@ def _assert_equal_to_plain(loaded, config: dict, tensors: plain_models.Tensors):
     model, params = loaded
     with jax.numpy_dtype_promotion("strict"):
         ids = jnp.asarray(TOKEN_IDS, jnp.int32)
-        found = model_files.dense_logits(params, model, ids)
+        found = models.plain_forward.logits(params, model, ids)
     expected = plain_models.logits(config, tensors, TOKEN_IDS)
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)

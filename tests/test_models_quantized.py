@@ -25,7 +25,7 @@ from jaxstate.models.gguf_tables import GgufTensor
 from jaxstate.models.quantized import QuantizedMatrix
 from jaxstate.state import StepShape
 
-DATA = pathlib.Path(__file__).parent / "data"
+DATA = pathlib.Path(__file__).parents[1] / "serving" / "data" / "parity"
 FORMS = [
     Quantization(bits=8),
     Quantization(bits=8, group=16),
@@ -118,7 +118,7 @@ def test_padding_is_as_wide_as_whole_groups_and_changes_no_product():
 
 def _dense_logits(params: models.Params, model: models.ModelConfig, ids: jax.Array) -> np.ndarray:
     with jax.numpy_dtype_promotion("strict"):
-        compiled = jax.jit(lambda params, ids: model_files.dense_logits(params, model, ids))
+        compiled = jax.jit(lambda params, ids: models.plain_forward.logits(params, model, ids))
         return np.asarray(compiled(params, ids))
 
 
@@ -314,7 +314,7 @@ def test_stored_smollm2_answers_like_hugging_face_on_dequantized_weights(smollm2
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     assert size < 0.21 * 4 * models.num_params(model.config)
     engine = _engine(model, "auto", page_size=64, context_len=256, tokens=32)
-    for record in json.loads((DATA / "hf_smol.json").read_text()):
+    for record in json.loads((DATA / "smollm2-135m.json").read_text()):
         session = engine.create()
         logits = np.asarray(engine.advance(session, record["ids"]).ready.row_logits())
         for token_id, logit in record["top5"]:

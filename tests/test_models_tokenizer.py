@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from jaxstate import models
 from jaxstate.models import vocabulary_gguf
 
-PROMPTS = json.loads((pathlib.Path(__file__).parent / "data" / "hf_smol.json").read_text())
+RECORDS = pathlib.Path(__file__).parents[1] / "serving" / "data" / "parity"
+PROMPTS = json.loads((RECORDS / "smollm2-135m.json").read_text())
 SETTINGS = hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
 # SmolLM2's vocabulary has no token for these bytes (0xF1 and 0xF2 begin U+40000 to U+BFFFF).
 MISSING_BYTES = {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2}

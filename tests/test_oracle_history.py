@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import model_files
 import numpy as np
 import pytest
 from oracle import tiny
@@ -57,7 +56,7 @@ def test_history_without_eviction_equals_dense_forward(setup: tiny.Setup):
     got = _logits(history, context)
     np.testing.assert_allclose(got, _dense(setup, token_ids), atol=1e-4, rtol=0)
     if setup is tiny.GROUPED:
-        plain = model_files.dense_logits(
+        plain = models.plain_forward.logits(
             tiny.params_of(setup), setup.model, jnp.asarray(token_ids, jnp.int32)
         )
         np.testing.assert_allclose(got, np.asarray(plain), atol=1e-4, rtol=0)

@@ -6,7 +6,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import model_files
 import numpy as np
 
 from jaxstate import models
@@ -83,7 +82,7 @@ def dense_logits(token_ids) -> np.ndarray:
 
 @functools.cache
 def _dense():
-    return jax.jit(lambda tree, ids: model_files.dense_logits(tree, MODEL, jnp.asarray(ids)))
+    return jax.jit(lambda tree, ids: models.plain_forward.logits(tree, MODEL, jnp.asarray(ids)))
 
 
 def dense_logprobs(token_ids) -> np.ndarray:

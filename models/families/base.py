@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -221,11 +221,6 @@ def layers_from_hf(
 def same_layers(num_layers: int, rope: RopeConfig) -> tuple[LayerConfig, ...]:
     """Return layers without windows that differ in nothing."""
     return (LayerConfig(rope=rope),) * num_layers
-
-
-def names_with(names: Mapping[str, str], **changes: str) -> dict[str, str]:
-    """Return tensor names of which some differ."""
-    return {**names, **changes}
 
 
 def late_windows_from_hf(fields: Fields, rope: RopeConfig) -> tuple[LayerConfig, ...]:

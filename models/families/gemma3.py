@@ -119,8 +119,8 @@ FAMILY = base.Family(
         architectures=("Gemma3ForCausalLM",),
         config=config_from_hf,
         layout=WeightLayout(
-            names=base.names_with(
-                base.HF_NAMES,
+            names=base.HF_NAMES
+            | dict(
                 post_attn_norm=_LAYER + "post_attention_layernorm.weight",
                 mlp_norm=_LAYER + "pre_feedforward_layernorm.weight",
                 post_mlp_norm=_LAYER + "post_feedforward_layernorm.weight",

@@ -43,13 +43,13 @@ FAMILY = base.Family(
         architectures=("MixtralForCausalLM",),
         config=config_from_hf,
         layout=WeightLayout(
-            names=base.names_with(
-                base.HF_NAMES,
+            names=base.HF_NAMES
+            | dict(
                 router=_MOE + "gate.weight",
                 experts_gate=_MOE + "experts.{expert}.w1.weight",
                 experts_up=_MOE + "experts.{expert}.w3.weight",
                 experts_down=_MOE + "experts.{expert}.w2.weight",
-            )
+            ),
         ),
     ),
 )

@@ -53,8 +53,8 @@ FAMILY = base.Family(
         architectures=("Phi3ForCausalLM",),
         config=config_from_hf,
         layout=WeightLayout(
-            names=base.names_with(
-                base.HF_NAMES,
+            names=base.HF_NAMES
+            | dict(
                 **dict.fromkeys(("wq", "wk", "wv"), _HF_LAYER + "self_attn.qkv_proj.weight"),
                 **dict.fromkeys(("w_gate", "w_up"), _HF_LAYER + "mlp.gate_up_proj.weight"),
             ),
@@ -65,8 +65,8 @@ FAMILY = base.Family(
         architecture=_NAME,
         config=config_from_gguf,
         layout=WeightLayout(
-            names=base.names_with(
-                base.GGUF_NAMES,
+            names=base.GGUF_NAMES
+            | dict(
                 **dict.fromkeys(("wq", "wk", "wv"), "blk.{layer}.attn_qkv.weight"),
                 **dict.fromkeys(("w_gate", "w_up"), "blk.{layer}.ffn_up.weight"),
             ),
