@@ -1,10 +1,9 @@
 """Attention over paged context on GPUs: a Pallas kernel for Triton, and merging what it returns.
 
 A program is (chunk of query tokens, KV head, share of the context). A block's tokens are cut into
-chunks of at most 64 query rows; what a chunk sees of the work items is cut into tiles of cells, in
-the items' order, and each share takes an equal run of the tiles, so that few rows at a long context
-fill the chip. Where a chunk's tiles begin depends on nothing but its items: a row decodes to the
-same bits alone and in a batch of the same step shape. Nothing is added atomically.
+chunks of at most 64 query rows; what a chunk sees is cut into tiles (see tiles.py), and each share
+takes an equal run of them, so that few rows at a long context fill the chip. Nothing is added
+atomically: a row decodes to the same bits alone and in a batch of the same step shape.
 
 Offsets into the pool are safe: Pallas computes them in 64 bits for arrays of more than 2^32 bytes,
 factors included, and a cell's number stays below 2^31.
@@ -21,10 +20,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxstate.kernels_pallas import attention_xla
+from jaxstate.kernels_pallas import attention_xla, tiles
 from jaxstate.kernels_pallas import work as work_columns
 from jaxstate.kernels_pallas.attention_xla import MASKED, Partial
 from jaxstate.kernels_pallas.rope import Angles
+from jaxstate.kernels_pallas.selection import BLOCK_CELLS, Selection
 from jaxstate.kernels_pallas.work import WorkList, used_items
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
@@ -35,7 +35,6 @@ _MIN_ROWS = 16  # Triton's smallest product
 _TILE_BYTES = 16384  # keys of a tile; three stages of keys and values are 96 KiB
 _MAX_TILE_CELLS = 128
 _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
-_FAR = 2**30  # behind every position
 
 
 def unsupported(head_dim: int, dtype, *, interpret: bool = False) -> str | None:
@@ -77,6 +76,7 @@ def attention(
     block_tokens: int,
     window: int | None,
     precision: jax.lax.Precision,
+    selection: Selection | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Attend the step's tokens to each other (plain XLA) and to the work list's cells (the kernel).
@@ -101,7 +101,7 @@ def attention(
     shares = _context(
         q, positions, token_rows, k_pages, v_pages, work, shifts,
         chunk_tokens=chunk_tokens, block_tokens=block_tokens, window=window, precision=precision,
-        interpret=interpret,
+        selection=selection, interpret=interpret,
     )  # fmt: skip
     return attention_xla.normalize(_merge(partial, shares), chunk_tokens)
 
@@ -119,7 +119,7 @@ def _merge(partial: Partial, shares: Partial) -> Partial:
 
 def _context(
     q, positions, token_rows, k_pages, v_pages, work, shifts, *,
-    chunk_tokens, block_tokens, window, precision, interpret,
+    chunk_tokens, block_tokens, window, precision, selection, interpret,
 ) -> Partial:  # fmt: skip
     """Attend chunks of tokens to the cells: a Partial of [shares, chunks, kv_heads, rows, …]."""
     kv_heads, num_pages, page_size, head_dim = k_pages.shape
@@ -147,11 +147,12 @@ def _context(
     positions = by_row(positions, 0)
     token_rows = by_row(token_rows, work_columns.PADDING_ROW)
     items = jnp.concatenate([used_items(one) for one in work])
-    spans, visits = _plan(
+    plan = tiles.plan(
         items, positions, token_rows,
         chunks_per_block=block_tokens // chunk_tokens, shares=shares, tile_cells=tile_cells,
-        window=window,
+        window=window, selection=selection,
     )  # fmt: skip
+    lists = plan.spans.shape[1]
     # A turn of pairs (i, i + half) is x * cos + partner * sin: Triton cannot join two halves.
     left, right = jnp.split(scaled, 2, axis=-1)
     partner = jnp.concatenate([right, -left], axis=-1)
@@ -172,18 +173,32 @@ def _context(
         lambda chunk, head, share: (share, chunk, head, 0, 0),
     )
 
+    chosen, of_lists = [], []
+    if selection is not None:
+        chosen = [selection.blocks]
+        of_list = pl.BlockSpec(
+            (None, selection.blocks.shape[1]), lambda chunk, head, share: (head, 0)
+        )
+        of_lists = [of_list]
+
     def whole(*shape):
         return pl.BlockSpec(shape, lambda chunk, head, share: (0,) * len(shape))
 
     sums = jax.ShapeDtypeStruct((shares, chunks, kv_heads, padded_rows), jnp.float32)
     peak, total, mixed = pl.pallas_call(
         functools.partial(
-            _kernel, tile_cells=tile_cells, window=window, precision=precision
+            _kernel if chosen else functools.partial(_kernel, None),
+            tile_cells=tile_cells, window=window, precision=precision,
         ),
         grid=(chunks, kv_heads, shares),
         in_specs=[
-            pl.BlockSpec((None, None, 4), lambda chunk, head, share: (chunk, share, 0)),
-            pl.BlockSpec((None, capacity, 3), lambda chunk, head, share: (chunk, 0, 0)),
+            *of_lists,
+            pl.BlockSpec(
+                (None, None, None, 4), lambda chunk, head, share: (chunk, head % lists, share, 0)
+            ),
+            pl.BlockSpec(
+                (None, None, capacity, 4), lambda chunk, head, share: (chunk, head % lists, 0, 0)
+            ),
             whole(capacity, work_columns.NUM_COLUMNS),
             whole(capacity, head_dim),
             whole(capacity, head_dim),
@@ -197,7 +212,7 @@ def _context(
         interpret=interpret,
         name="context_attention",
     )(
-        spans, visits, items,
+        *chosen, plan.spans, plan.visits, items,
         jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([sin, sin], axis=-1),
         positions, token_rows, scaled, partner,
         k_pages.reshape(kv_heads, cells, head_dim), v_pages.reshape(kv_heads, cells, head_dim),
@@ -207,56 +222,8 @@ def _context(
     )
 
 
-def _plan(
-    items: jax.Array,
-    positions: jax.Array,
-    token_rows: jax.Array,
-    *,
-    chunks_per_block: int,
-    shares: int,
-    tile_cells: int,
-    window: int | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Cut what each chunk sees into tiles and these into shares; the same for all layers of a kind.
-
-    Args:
-      items: [items, 8] int32, empty ones where a list is not full.
-      positions, token_rows: [chunks, rows] int32.
-    Returns:
-      spans: [chunks, shares, 4] int32, the share's items (begin, end) and tiles (begin, end).
-      visits: [chunks, items, 3] int32, each item's first cell that the chunk may see, counted from
-        the item's start, and its tiles among the chunk's (begin, end).
-    """
-    real = token_rows < work_columns.PADDING_ROW
-    lowest_row = jnp.where(real, token_rows, work_columns.PADDING_ROW).min(axis=1, keepdims=True)
-    highest_row = jnp.where(real, token_rows, -1).max(axis=1, keepdims=True)
-    newest = jnp.where(real, positions, -_FAR).max(axis=1, keepdims=True)
-    oldest = jnp.where(real, positions, _FAR).min(axis=1, keepdims=True) - (window or _FAR) + 1
-    block = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None] // chunks_per_block
-    base = items[:, work_columns.BASE]
-    first = jnp.maximum(items[:, work_columns.FIRST], oldest - base)
-    fill = jnp.minimum(items[:, work_columns.FILL], newest - base + 1)
-    seen = (
-        (items[:, work_columns.BLOCK] == block)
-        & (items[:, work_columns.ROW_BEGIN] <= highest_row)
-        & (items[:, work_columns.ROW_END] > lowest_row)
-    )
-    tiles = jnp.where(seen, -(-jnp.maximum(fill - first, 0) // tile_cells), 0)
-    ends = jnp.cumsum(tiles, axis=1, dtype=jnp.int32)
-    begins = ends - tiles
-    share = jnp.arange(shares, dtype=jnp.int32)
-    tiles_per_share = -(-ends[:, -1:] // shares)
-    share_begin = tiles_per_share * share
-    share_end = jnp.minimum(share_begin + tiles_per_share, ends[:, -1:])
-    # Items that end before the share begins, items that begin before the share ends.
-    item_begin = (ends[:, None] <= share_begin[..., None]).sum(axis=-1, dtype=jnp.int32)
-    item_end = (begins[:, None] < share_end[..., None]).sum(axis=-1, dtype=jnp.int32)
-    spans = jnp.stack([item_begin, item_end, share_begin, share_end], axis=-1)
-    return spans, jnp.stack([first, begins, ends], axis=-1)
-
-
 def _kernel(
-    spans_ref, visits_ref, items_ref, cos_ref, sin_ref, positions_ref, token_rows_ref,
+    blocks_ref, spans_ref, visits_ref, items_ref, cos_ref, sin_ref, positions_ref, token_rows_ref,
     q_ref, partner_ref, k_ref, v_ref, peak_ref, total_ref, mixed_ref, *,
     tile_cells, window, precision,
 ):  # fmt: skip
@@ -265,19 +232,21 @@ def _kernel(
     positions, token_rows = positions_ref[...], token_rows_ref[...]  # [rows]
     item_begin, item_end, tile_begin, tile_end = (spans_ref[column] for column in range(4))
     lanes = jnp.arange(tile_cells, dtype=jnp.int32)
+    head_dim = q_ref.shape[1]
 
     def visit_item(item_idx, sums):
-        start, base, fill, row_begin, row_end = (
+        start, first, fill, base, row_begin, row_end = (
             items_ref[item_idx, column]
             for column in (
                 work_columns.START,
-                work_columns.BASE,
+                work_columns.FIRST,
                 work_columns.FILL,
+                work_columns.BASE,
                 work_columns.ROW_BEGIN,
                 work_columns.ROW_END,
             )
         )
-        first, begin, end = (visits_ref[item_idx, column] for column in range(3))
+        first_place, end_place, begin, end = (visits_ref[item_idx, column] for column in range(4))
         turned = (
             q_ref[...].astype(jnp.float32) * cos_ref[item_idx, :]
             + partner_ref[...].astype(jnp.float32) * sin_ref[item_idx, :]
@@ -286,13 +255,22 @@ def _kernel(
 
         def visit_tile(tile_idx, sums):
             peak_before, total, mixed = sums
-            tile_first = first + (tile_idx - begin) * tile_cells
-            cell = tile_first + lanes
-            used = cell < fill
+            place = first_place + (tile_idx - begin) * (tile_cells // BLOCK_CELLS)
+            if blocks_ref is None:
+                cells = pl.ds(place * BLOCK_CELLS, tile_cells)
+                cell = place * BLOCK_CELLS + lanes - start
+                used = (cell >= first) & (cell < fill)
+            else:
+                places = place + lanes // BLOCK_CELLS
+                listed = places < end_place
+                blocks = plgpu.load(blocks_ref.at[places], mask=listed, other=0)
+                cells = blocks * BLOCK_CELLS + lanes % BLOCK_CELLS
+                cell = cells - start
+                used = listed & (cell >= first) & (cell < fill)
 
             def load(ref):
                 # Cells behind the last may hold anything, or lie outside the pool: not read.
-                tile = ref.at[pl.ds(start + tile_first, tile_cells), :]
+                tile = ref.at[cells, pl.ds(0, head_dim)]
                 return plgpu.load(tile, mask=used[:, None], other=0).astype(dtype)
 
             scores = _product(turned, load(k_ref), 1, precision)  # [rows, cells]
@@ -314,7 +292,7 @@ def _kernel(
             jnp.maximum(tile_begin, begin), jnp.minimum(tile_end, end), visit_tile, sums
         )
 
-    rows, head_dim = q_ref.shape
+    rows = q_ref.shape[0]
     zeros = jnp.zeros(rows, jnp.float32)
     sums = (zeros + MASKED, zeros, jnp.zeros((rows, head_dim), jnp.float32))
     peak_ref[...], total_ref[...], mixed_ref[...] = jax.lax.fori_loop(

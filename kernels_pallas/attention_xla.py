@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxstate.kernels_pallas import work as work_columns
 from jaxstate.kernels_pallas.rope import Angles, turn
+from jaxstate.kernels_pallas.selection import BLOCK_CELLS, Selection, num_blocks
 from jaxstate.kernels_pallas.work import WorkList
 
 _FAR = 2**30  # behind every position
@@ -98,6 +99,7 @@ def context_attention(
     block_tokens: int,
     window: int | None,
     precision: jax.lax.Precision,
+    selection: Selection | None = None,
 ) -> Partial:
     """Attend the step's tokens to the work list's cells and merge with `partial`.
 
@@ -114,6 +116,7 @@ def context_attention(
       shifts: angles of each item's shift, [capacity, head_dim / 2].
       block_tokens: query tokens per block.
       window: as in LayerConfig, in positions.
+      selection: see Selection; hides cells here, which saves no time.
 
     Source: online softmax as in FlashAttention-2 (arXiv:2307.08691).
     """
@@ -126,6 +129,7 @@ def context_attention(
     token_rows = token_rows.reshape(-1, block_tokens)
     cell_idx = jnp.arange(work.cells_per_item, dtype=jnp.int32)
     single = scaled.shape[0] == 1
+    selected = None if selection is None else selection.mask(num_blocks(num_pages * page_size))
 
     def visit(item_idx, partial: Partial) -> Partial:
         item = work.items[item_idx]
@@ -143,24 +147,26 @@ def context_attention(
         distance = of_block(positions)[0][:, None] - (item[work_columns.BASE] + cell_idx)
         rows = of_block(token_rows)[0][:, None]
         visible = (
-            (cell_idx >= item[work_columns.FIRST])
-            & (cell_idx < item[work_columns.FILL])
-            & (distance >= 0)
+            (distance >= 0)
             & (rows >= item[work_columns.ROW_BEGIN])
             & (rows < item[work_columns.ROW_END])
         )
         if window is not None:
             visible &= distance < window
+        used = (cell_idx >= item[work_columns.FIRST]) & (cell_idx < item[work_columns.FILL])
+        used = used[None]  # [1 or kv_heads, cells]
+        if selected is not None:
+            used &= selected[:, (start + cell_idx) // BLOCK_CELLS]
+        visible = visible & used[:, None]  # [1 or kv_heads, block_tokens, cells]
         scores = jnp.where(
-            visible[:, None], scores.reshape(1, kv_heads, block_tokens, shared, -1), MASKED
+            visible[:, :, None], scores.reshape(1, kv_heads, block_tokens, shared, -1), MASKED
         ).reshape(scores.shape)
         before = jax.tree.map(of_block, partial)
         peak = jnp.maximum(before.peak, scores.max(axis=-1))
         weights = _weights(scores, peak)
         kept = jnp.exp(before.peak - peak)
         # Weights of unused cells are 0, but 0 times what lies there may be no number.
-        used = (cell_idx >= item[work_columns.FIRST]) & (cell_idx < item[work_columns.FILL])
-        values = jnp.where(used[None, :, None], cells_of(v_cells), 0)
+        values = jnp.where(used[..., None], cells_of(v_cells), 0)
         after = Partial(
             peak=peak,
             total=before.total * kept + weights.sum(axis=-1),

@@ -17,6 +17,7 @@ from jaxstate.kernels_pallas import (
     matmul_quantized_cpu,
 )
 from jaxstate.kernels_pallas.rope import Angles
+from jaxstate.kernels_pallas.selection import Selection
 from jaxstate.kernels_pallas.work import WorkList
 
 logger = logging.getLogger(__name__)
@@ -119,12 +120,20 @@ def attend(
     block_tokens: int,
     window: int | None,
     precision: jax.lax.Precision,
+    selection: Selection | None = None,
 ) -> jax.Array:
     """Attend a step's tokens to each other and to their context: [tokens, num_heads, D] f32.
 
     Arguments as in attention_xla; `tail` is from `prepare_tail`.
+
+    Raises:
+      NotImplementedError: a selection, which the kernel for CPUs does not take.
     """
     if implementation == "cpu":
+        if selection is not None:
+            raise NotImplementedError(
+                'selection: the kernel for CPUs reads all blocks; use implementation "xla"'
+            )
         return attention_cpu.attention(
             q, k, v, positions, token_rows, tail, k_pages, v_pages, work, shifts,
             block_tokens=block_tokens, window=window,
@@ -132,7 +141,7 @@ def attend(
     if implementation in _PALLAS_GPU:
         return attention_gpu.attention(
             q, k, v, positions, token_rows, tail, k_pages, v_pages, work, shifts,
-            block_tokens=block_tokens, window=window, precision=precision,
+            block_tokens=block_tokens, window=window, precision=precision, selection=selection,
             interpret=implementation == "pallas_gpu_interpret",
         )  # fmt: skip
     partial = attention_xla.tail_attention(
@@ -141,7 +150,7 @@ def attend(
     for one, angles in zip(work, shifts, strict=True):
         partial = attention_xla.context_attention(
             partial, q, positions, token_rows, k_pages, v_pages, one, angles,
-            block_tokens=block_tokens, window=window, precision=precision,
+            block_tokens=block_tokens, window=window, precision=precision, selection=selection,
         )  # fmt: skip
     return attention_xla.normalize(partial, block_tokens)
 
