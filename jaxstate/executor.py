@@ -21,12 +21,14 @@ from jaxstate.config import EngineConfig
 from jaxstate.errors import CapacityError
 from jaxstate.kernels_pallas import dispatch
 from jaxstate.kernels_pallas.gate_scan_xla import GateSummary
+from jaxstate.models import decoder
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.params import Params
+from jaxstate.models.quantized import QuantizedMatrix
 from jaxstate.models.sharding import Sharding, place
 from jaxstate.rows import Group
 from jaxstate.sampling import Sampling
-from jaxstate.state import StepShape, init_pool
+from jaxstate.state import Outputs, StepShape, init_pool
 from jaxstate.step import step
 
 logger = logging.getLogger(__name__)
@@ -39,13 +41,16 @@ _PAIRS = 64  # (row, token id) pairs looked up at once when choices are scored
 
 
 class StepResult:
-    """Outputs of one step; `summary` is on the host, logits stay on the device."""
+    """Outputs of one step; `summary` is on the host, logits stay on the device.
 
-    def __init__(self, executor: Executor, summary: GateSummary, logits: jax.Array):
+    Where the step did without logits they are computed when first asked for.
+    """
+
+    def __init__(self, executor: Executor, outputs: Outputs):
         """Keep what the step returned."""
-        self.summary = summary
+        self.summary: GateSummary = jax.device_get(outputs.summary)
         self._executor = executor
-        self._logits = logits
+        self._outputs = outputs
 
     def row_logits(self, row: int) -> jax.Array:
         """Return one row's logits, [vocab] f32, on the device."""
@@ -62,6 +67,12 @@ class StepResult:
             logprobs = np.asarray(logits) - np.asarray(self.summary.lse)[part[:, 0]]
             found += logprobs[: len(given)].tolist()
         return found
+
+    @functools.cached_property
+    def _logits(self) -> jax.Array:
+        if self._outputs.logits is not None:
+            return self._outputs.logits
+        return self._executor.project(self._outputs.hidden)
 
 
 class Executor:
@@ -91,6 +102,12 @@ class Executor:
         self._sharding = sharding
         self._everywhere = None if sharding is None else sharding.named()
         self._params = params if sharding is None else place(params, model, sharding)
+        matrix = decoder.output_matrix(self._params, model)
+        self._scans_hidden = (
+            dispatch.scans_hidden(self.implementation)
+            and sharding is None
+            and not isinstance(matrix, QuantizedMatrix)
+        )
         self._pool = init_pool(model, config.num_pages, config.page_size, sharding)
         words = -(-model.vocab_size // 32)
         everywhere = self._everywhere
@@ -128,7 +145,7 @@ class Executor:
         )
         self.steps += 1
         self.tokens_forwarded += sum(len(row.token_ids) for group in groups for row in group.rows)
-        return StepResult(self, jax.device_get(outputs.summary), outputs.logits)
+        return StepResult(self, outputs)
 
     def wait(self) -> None:
         """Block until the device has finished all steps."""
@@ -166,6 +183,10 @@ class Executor:
         """Return the largest logits of [vocab] and their ids."""
         return jax.device_get(self.call("top_logits", logits))
 
+    def project(self, hidden) -> jax.Array:
+        """Compute the logits of final hidden states [rows, hidden_size]: [rows, vocab] f32."""
+        return self._calls[("project", hidden.shape)](hidden, self._params)
+
     def call(self, name: str, *args):
         """Run a compiled helper; `logits` arrays of different row counts have one each."""
         return self._calls[(name, args[0].shape)](*args)
@@ -194,7 +215,7 @@ class Executor:
     def _compile_step(self, shape: StepShape):
         function = functools.partial(
             step, config=self.model, shape=shape, implementation=self.implementation,
-            sharding=self._sharding,
+            sharding=self._sharding, logits=not self._scans_hidden,
         )  # fmt: skip
         packed = rows_module.pack([], shape, self.config)
 
@@ -211,6 +232,9 @@ class Executor:
 
     def _abstract(self, shape: tuple[int, ...], dtype, placed=None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=placed or self._everywhere)
+
+    def _logits_of(self, hidden: jax.Array, params: Params) -> jax.Array:
+        return decoder.logits(params, self.model, hidden)
 
     def _helpers(self) -> dict[tuple, tuple[Callable, tuple]]:
         vocab = self.model.vocab_size
@@ -245,4 +269,8 @@ class Executor:
             pairs = array((_PAIRS,), jnp.int32)
             helpers[("take_row", num_rows)] = (sampling.take_row, (logits, scalar(jnp.int32)))
             helpers[("take_logits", num_rows)] = (sampling.take_logits, (logits, pairs, pairs))
+            if self._scans_hidden:
+                hidden = array((num_rows, self.model.hidden_size), self.model.dtypes.compute_dtype)
+                params = jax.tree.map(lambda x: array(x.shape, x.dtype), self._params)
+                helpers[("project", num_rows)] = (self._logits_of, (hidden, params))
         return helpers

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import flax.struct
 import jax
@@ -54,8 +54,8 @@ class SessionConfig:
         transformation, where nothing can be raised, it leaves the state as it was, version too.
       chunk_tokens: most tokens forwarded in one step.
       stretch_cells: cells that attention reads at a time.
-      implementation: of the attention, see kernels_pallas.dispatch; "cpu" is faster there but
-        cannot be vmapped.
+      implementation: of the kernels, any of kernels_pallas.dispatch but "auto"; only "xla" can be
+        vmapped.
     """
 
     model: ModelConfig
@@ -66,7 +66,7 @@ class SessionConfig:
     when_full: Literal["error", "slide"]
     chunk_tokens: int = 512
     stretch_cells: int = 512
-    implementation: Literal["xla", "cpu"] = "xla"
+    implementation: dispatch.Implementation = "xla"
 
     def __post_init__(self):
         """Check that sizes fit each other and the model."""
@@ -78,9 +78,10 @@ class SessionConfig:
                 f"context_len + tail_len: expected at most the model's "
                 f"{self.model.max_positions} positions, got {self.context_len + self.tail_len}"
             )
-        if self.implementation not in ("xla", "cpu"):
+        names = [name for name in get_args(dispatch.Implementation) if name != "auto"]
+        if self.implementation not in names:
             raise ValueError(
-                f'implementation: expected "xla" or "cpu", got "{self.implementation}"'
+                f"implementation: expected one of {', '.join(names)}, got {self.implementation}"
             )
         if self.when_full not in ("error", "slide"):
             raise ValueError(f'when_full: expected "error" or "slide", got "{self.when_full}"')
@@ -527,6 +528,7 @@ def _query(
     def pick(outputs: Outputs, at) -> jax.Array:
         if greedy:
             return outputs.summary.top_ids[0, 0]
+        assert outputs.logits is not None, "every step here computes them"
         bias, temperature, top_k, top_p, min_p, seed = knobs
         return sampling_module.draw(
             outputs.logits[0], bias, temperature, top_k, top_p, min_p, seed, at

@@ -100,7 +100,14 @@ class Rows:
 
 @flax.struct.dataclass
 class Outputs:
-    """What a step returns for its rows; rows past Rows.num_outputs hold nothing of meaning."""
+    """What a step returns for its rows; rows past Rows.num_outputs hold nothing of meaning.
+
+    Attributes:
+      summary: of each row's next-token distribution.
+      logits: [rows, vocab] f32; None where the step was to do without.
+      hidden: [rows, hidden_size], final hidden states to compute them from; else None.
+    """
 
     summary: GateSummary
-    logits: jax.Array  # [rows, vocab] f32
+    logits: jax.Array | None = None
+    hidden: jax.Array | None = None

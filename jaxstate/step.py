@@ -10,8 +10,6 @@ import jax.numpy as jnp
 
 from jaxstate.kernels_pallas import dispatch
 from jaxstate.kernels_pallas import work as work_columns
-from jaxstate.kernels_pallas.gate_scan_xla import gate_scan
-from jaxstate.kernels_pallas.kv_write_xla import kv_write
 from jaxstate.kernels_pallas.rope import angles_at, turn
 from jaxstate.models import decoder, quantized
 from jaxstate.models.config import LayerConfig, ModelConfig
@@ -32,6 +30,7 @@ def step(
     shape: StepShape,
     implementation: str,
     sharding: Sharding | None = None,
+    logits: bool = True,
 ) -> tuple[Pool, Outputs]:
     """Run the model over the rows' tokens; the caller donates the pool and rebinds it at once.
 
@@ -43,9 +42,10 @@ def step(
       pool: pages of every layer; donated.
       rows: see Rows.
       allowed_bits: [sets, ceil(vocab / 32)] uint32 packed allowed sets.
-      implementation: of attention and of products with quantized matrices, from
-        `dispatch.choose`.
+      implementation: of the kernels, from `dispatch.choose`.
       sharding: how params and pool lie over several devices; rows and outputs are on all of them.
+      logits: whether they are computed; else summaries come from one pass over the output matrix,
+        which must not be quantized nor split over devices.
     Returns:
       pool: with the new tokens' keys and values written.  outputs: see Outputs.
     """
@@ -79,10 +79,10 @@ def step(
         stored = turn(k, tables["write_shifts"].reversed[:, None])
         # Write before any read: XLA then updates the donated pages in place. The context part
         # sees only cells that existed before the step, so the order does not show.
-        pages = LayerPages(
-            k_pages=kv_write(pages.k_pages, stored, rows.write_cells),
-            v_pages=kv_write(pages.v_pages, v, rows.write_cells),
+        k_pages, v_pages = dispatch.kv_write(
+            implementation, pages.k_pages, pages.v_pages, stored, v, rows.write_cells
         )
+        pages = LayerPages(k_pages=k_pages, v_pages=v_pages)
         mixed = dispatch.attend(
             implementation, q, own(k, 1), own(v, 1), rows.positions, rows.token_rows, tail,
             own(pages.k_pages, 0), own(pages.v_pages, 0), rows.work, tables["work"],
@@ -103,7 +103,14 @@ def step(
 
     product = dispatch.product(implementation) or quantized.plain_product
     hidden, pool = decoder.forward(params, config, rows.token_ids, attend, pool, product)
-    return pool, _outputs(params, config, hidden, rows, allowed_bits, product)
+    if not logits:
+        matrix = decoder.output_matrix(params, config)
+        return pool, _scanned(implementation, hidden, matrix, rows, allowed_bits)
+    computed = _logits(params, config, hidden, rows, product)
+    # Several devices have no kernel: XLA divides the scan among them as it divides the matrix.
+    scan = functools.partial(dispatch.gate_scan, "xla" if sharding else implementation)
+    summary = scan(computed, allowed_bits, rows.allowed_idx)
+    return pool, Outputs(summary=summary, logits=computed)
 
 
 def _on_every_device(mix, sharding: Sharding):
@@ -132,10 +139,18 @@ def _rope_tables(rope: RopeConfig, config: ModelConfig, rows: Rows) -> dict:
     }
 
 
-def _outputs(
-    params, config: ModelConfig, hidden, rows: Rows, allowed_bits, product: Product
-) -> Outputs:
-    """Logits and summaries of the wanted rows; no vocabulary work when none is wanted."""
+def _scanned(implementation: str, hidden, matrix, rows: Rows, allowed_bits) -> Outputs:
+    """Summaries of the wanted rows without their logits; no pass when none is wanted."""
+    wanted = hidden[rows.output_tokens]  # [rows, hidden_size]
+    scan = functools.partial(dispatch.gate_scan_hidden, implementation)
+    operands = wanted, matrix, allowed_bits, rows.allowed_idx
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(scan, *operands))
+    summary = jax.lax.cond(rows.num_outputs > 0, scan, lambda *_: nothing, *operands)
+    return Outputs(summary=summary, hidden=wanted)
+
+
+def _logits(params, config: ModelConfig, hidden, rows: Rows, product: Product) -> jax.Array:
+    """Logits of the wanted rows; no vocabulary work when none is wanted."""
     wanted = hidden[rows.output_tokens]  # [rows, hidden_size]
     num_rows, vocab = wanted.shape[0], config.vocab_size
 
@@ -151,5 +166,4 @@ def _outputs(
         return decoder.logits(params, config, wanted, product)
 
     branches = [none, first] if num_rows == 1 else [none, first, every]
-    logits = jax.lax.switch(jnp.minimum(rows.num_outputs, len(branches) - 1), branches, wanted)
-    return Outputs(summary=gate_scan(logits, allowed_bits, rows.allowed_idx), logits=logits)
+    return jax.lax.switch(jnp.minimum(rows.num_outputs, len(branches) - 1), branches, wanted)

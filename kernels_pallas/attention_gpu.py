@@ -257,21 +257,23 @@ def _kernel(
             peak_before, total, mixed = sums
             place = first_place + (tile_idx - begin) * (tile_cells // BLOCK_CELLS)
             if blocks_ref is None:
-                cells = pl.ds(place * BLOCK_CELLS, tile_cells)
+                where = (pl.ds(place * BLOCK_CELLS, tile_cells), pl.ds(0, head_dim))
                 cell = place * BLOCK_CELLS + lanes - start
                 used = (cell >= first) & (cell < fill)
             else:
                 places = place + lanes // BLOCK_CELLS
                 listed = places < end_place
                 blocks = plgpu.load(blocks_ref.at[places], mask=listed, other=0)
-                cells = blocks * BLOCK_CELLS + lanes % BLOCK_CELLS
-                cell = cells - start
+                cell = blocks * BLOCK_CELLS + lanes % BLOCK_CELLS
+                where = jnp.broadcast_arrays(
+                    cell[:, None], jnp.arange(head_dim, dtype=jnp.int32)[None]
+                )
+                cell -= start
                 used = listed & (cell >= first) & (cell < fill)
 
             def load(ref):
                 # Cells behind the last may hold anything, or lie outside the pool: not read.
-                tile = ref.at[cells, pl.ds(0, head_dim)]
-                return plgpu.load(tile, mask=used[:, None], other=0).astype(dtype)
+                return plgpu.load(ref.at[*where], mask=used[:, None], other=0).astype(dtype)
 
             scores = _product(turned, load(k_ref), 1, precision)  # [rows, cells]
             distance = positions[:, None] - (base + cell)

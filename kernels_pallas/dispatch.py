@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -14,8 +15,13 @@ from jaxstate.kernels_pallas import (
     attention_cpu,
     attention_gpu,
     attention_xla,
+    gate_scan_gpu,
+    gate_scan_xla,
+    kv_write_gpu,
+    kv_write_xla,
     matmul_quantized_cpu,
 )
+from jaxstate.kernels_pallas.gate_scan_xla import GateSummary
 from jaxstate.kernels_pallas.rope import Angles
 from jaxstate.kernels_pallas.selection import Selection
 from jaxstate.kernels_pallas.work import WorkList
@@ -23,9 +29,23 @@ from jaxstate.kernels_pallas.work import WorkList
 logger = logging.getLogger(__name__)
 
 Implementation = Literal["auto", "xla", "cpu", "pallas_gpu", "pallas_gpu_interpret"]
-"""Names of implementations; "pallas_gpu_interpret" runs that kernel anywhere, slowly, for tests."""
+"""Names of implementations; those in "_interpret" run kernels anywhere, slowly, for tests."""
 
-_PALLAS_GPU = ("pallas_gpu", "pallas_gpu_interpret")
+
+@dataclasses.dataclass(frozen=True)
+class _Pallas:
+    """Modules of one platform's kernels, and what their `interpret` is to be."""
+
+    attention: Any
+    kv_write: Any
+    gate_scan: Any
+    interpret: Any
+
+
+_PALLAS = {
+    "pallas_gpu": _Pallas(attention_gpu, kv_write_gpu, gate_scan_gpu, False),
+    "pallas_gpu_interpret": _Pallas(attention_gpu, kv_write_gpu, gate_scan_gpu, True),
+}
 
 
 def choose(implementation: Implementation, head_dim: int, dtype, cache_dir: pathlib.Path) -> str:
@@ -138,11 +158,11 @@ def attend(
             q, k, v, positions, token_rows, tail, k_pages, v_pages, work, shifts,
             block_tokens=block_tokens, window=window,
         )  # fmt: skip
-    if implementation in _PALLAS_GPU:
-        return attention_gpu.attention(
+    if pallas := _PALLAS.get(implementation):
+        return pallas.attention.attention(
             q, k, v, positions, token_rows, tail, k_pages, v_pages, work, shifts,
             block_tokens=block_tokens, window=window, precision=precision, selection=selection,
-            interpret=implementation == "pallas_gpu_interpret",
+            interpret=pallas.interpret,
         )  # fmt: skip
     partial = attention_xla.tail_attention(
         q, k, v, tail, block_tokens=block_tokens, precision=precision
@@ -153,6 +173,62 @@ def attend(
             block_tokens=block_tokens, window=window, precision=precision, selection=selection,
         )  # fmt: skip
     return attention_xla.normalize(partial, block_tokens)
+
+
+def kv_write(
+    implementation: str,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cells: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Write one token's heads to each named cell of both pools, in place; see kv_write_xla."""
+    if pallas := _PALLAS.get(implementation):
+        return pallas.kv_write.kv_write(k_pages, v_pages, k, v, cells, interpret=pallas.interpret)
+    return kv_write_xla.kv_write(k_pages, k, cells), kv_write_xla.kv_write(v_pages, v, cells)
+
+
+def scans_hidden(implementation: str) -> bool:
+    """Say whether a summary needs no logits: the scan multiplies by the output matrix itself."""
+    return implementation in _PALLAS
+
+
+def gate_scan_hidden(
+    implementation: str,
+    hidden: jax.Array,
+    matrix: jax.Array,
+    allowed_bits: jax.Array,
+    allowed_idx: jax.Array,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> GateSummary:
+    """Summarize the logits of final hidden states; see gate_scan_xla.gate_scan_hidden."""
+    operands = hidden, matrix, allowed_bits, allowed_idx
+    if pallas := _PALLAS.get(implementation):
+        return pallas.gate_scan.gate_scan_hidden(
+            *operands, scale=scale, softcap=softcap, interpret=pallas.interpret
+        )
+    return gate_scan_xla.gate_scan_hidden(*operands, scale=scale, softcap=softcap)
+
+
+def gate_scan(
+    implementation: str,
+    logits: jax.Array,
+    allowed_bits: jax.Array,
+    allowed_idx: jax.Array,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> GateSummary:
+    """Summarize logits that are at hand; see gate_scan_xla.gate_scan."""
+    operands = logits, allowed_bits, allowed_idx
+    if pallas := _PALLAS.get(implementation):
+        return pallas.gate_scan.gate_scan(
+            *operands, scale=scale, softcap=softcap, interpret=pallas.interpret
+        )
+    return gate_scan_xla.gate_scan(*operands, scale=scale, softcap=softcap)
 
 
 Product = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]

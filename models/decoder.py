@@ -101,6 +101,11 @@ def _block(
     return x + mixed, state
 
 
+def output_matrix(params: Params, config: ModelConfig) -> jax.Array | QuantizedMatrix:
+    """Return the output matrix, [vocab, hidden_size]."""
+    return params["embed"] if config.tied_embeddings else params["lm_head"]
+
+
 def logits(
     params: Params,
     config: ModelConfig,
@@ -108,7 +113,7 @@ def logits(
     product: Product = quantized.plain_product,
 ) -> jax.Array:
     """Multiply final hidden states [rows, hidden_size] by the output matrix: [rows, vocab] f32."""
-    matrix = params["embed"] if config.tied_embeddings else params["lm_head"]
+    matrix = output_matrix(params, config)
     dtypes = config.dtypes
     if isinstance(matrix, QuantizedMatrix):
         return quantized.multiply(hidden, matrix, product).astype(dtypes.accum_dtype)
