@@ -53,6 +53,7 @@ class Answer:
       context_len: context tokens it saw.
       tokens_forwarded: tokens that ran through the model for it.
       gap: top-1 minus top-2 logit where the answer begins.
+      blocks_kept: share of the context that attention read, see BlockSelector; None = all of it.
       tokens: each token with what was asked of it.
       choice: index of the best choice; None without choices.
       choice_logprobs: log-probability of each choice, normalized over the choices.
@@ -66,6 +67,7 @@ class Answer:
     context_len: int
     tokens_forwarded: int
     gap: float
+    blocks_kept: float | None = None
     tokens: tuple[Token, ...] = ()
     choice: int | None = None
     choice_logprobs: tuple[float, ...] | None = None

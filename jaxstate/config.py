@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxstate.kernels_pallas.block_selector import BlockSelector
 from jaxstate.kernels_pallas.dispatch import Implementation
+from jaxstate.kernels_pallas.selection import BLOCK_CELLS
 from jaxstate.models.config import ModelConfig
 from jaxstate.state import StepShape
 
@@ -31,6 +33,8 @@ class EngineConfig:
       table_capacity: most stretches of one length that one step may read; None = enough for a
         context that fills the pool, however scattered.
       implementation: of the attention, see kernels_pallas.dispatch; "auto" logs its choice.
+      selector: chooses what of a context questions read, which makes answers approximate; None =
+        everything. What becomes durable is always computed from everything.
       kernel_cache_dir: where compiled kernels are kept; None = the user's cache folder.
     """
 
@@ -42,6 +46,7 @@ class EngineConfig:
     stretch_cells: tuple[int, ...] | None = None
     table_capacity: int | None = None
     implementation: Implementation = "auto"
+    selector: BlockSelector | None = None
     kernel_cache_dir: str | None = None
 
     def __post_init__(self):
@@ -54,6 +59,11 @@ class EngineConfig:
         sizes = [shape.num_tokens for shape in self.step_shapes]
         if sizes != sorted(sizes):
             raise ValueError(f"step_shapes: expected ascending num_tokens, got {sizes}")
+        if self.selector is not None and self.page_size % BLOCK_CELLS:
+            raise ValueError(
+                f"page_size: expected a multiple of {BLOCK_CELLS} with a selector, "
+                f"got {self.page_size}"
+            )
         if self.stretch_cells is None:
             return
         if not self.stretch_cells or min(self.stretch_cells) < 1:

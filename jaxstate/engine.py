@@ -61,6 +61,7 @@ class Engine:
         self.config = config
         self.executor = Executor(params, model, config, sharding=sharding, progress=progress)
         self.pages = Pages(config.num_pages, config.page_size)
+        self._blocks_kept = config.selector.kept if config.selector else None
         self._tokenizer = tokenizer
         self._sessions: dict[str, Session] = {}
         self._owners = itertools.count()
@@ -366,6 +367,7 @@ class Engine:
             context_len=session.context_len,
             tokens_forwarded=tail.tokens_forwarded,
             gap=root.gap,
+            blocks_kept=self._blocks_kept,
             choice=best,
             choice_logprobs=tuple(scores),
         )
@@ -490,7 +492,14 @@ class Engine:
         session.paid.clear()
 
     def _tail(
-        self, session: Session, owner: int, paid: PaidTail | None, skip: int, count: int
+        self,
+        session: Session,
+        owner: int,
+        paid: PaidTail | None,
+        skip: int,
+        count: int,
+        *,
+        selects: bool = True,
     ) -> Tail:
         """Start a tail of `count` more tokens behind the context and `skip` paid ones."""
         position = session.context_len + skip
@@ -498,7 +507,7 @@ class Engine:
         if paid:
             context = pages_module.cut_end(paid.entries, position)
         shifts = self._shifts(session, session.stream_len + skip, count)
-        return Tail(self.executor, self.pages, owner, context, position, shifts)
+        return Tail(self.executor, self.pages, owner, context, position, shifts, selects=selects)
 
     def _ask(self, tail: Tail, ids: np.ndarray, paid: PaidTail | None, skip: int) -> NextToken:
         """Forward what is not paid; return the distribution after the question."""
@@ -530,11 +539,16 @@ class Engine:
         checks.positions(
             self.model, session.context_len, len(ids), request.max_new_tokens
         )  # again: the session may have grown since it was asked
+        # Nothing approximate becomes durable, and a session-less prompt is no question.
+        selects = self._blocks_kept is not None and not commit and bool(session.session_id)
         paid, skip = session_module.longest_paid(session, ids)
+        if commit and self._blocks_kept is not None:
+            paid, skip = None, 0
         owner = session.owner if commit else next(self._owners)
         version, context_len = session.version, session.context_len
         before = [*session.token_ids[-_TEXT_CONTEXT:], *ids.tolist()]
-        tail = self._tail(session, owner, paid, skip, len(ids) - skip + request.max_new_tokens)
+        count = len(ids) - skip + request.max_new_tokens
+        tail = self._tail(session, owner, paid, skip, count, selects=selects)
         try:
             first = self._ask(tail, ids, paid, skip)
             tokens, text, reason = yield from generation.stream_tokens(
@@ -553,6 +567,7 @@ class Engine:
             version=version,
             context_len=context_len,
             tokens_forwarded=tail.tokens_forwarded,
+            blocks_kept=self._blocks_kept if selects else None,
         )
 
     def _commit(self, session: Session, version: int, tail: Tail, ids, answer: list[int]) -> None:

@@ -90,8 +90,9 @@ class Executor:
         """Allocate the pool and compile every executable, so that nothing compiles later."""
         cache_dir = config.kernel_cache_dir or platformdirs.user_cache_path("jaxstate") / "kernels"
         self.implementation = dispatch.choose(
-            config.implementation, model.head_dim, model.dtypes.cache_dtype, pathlib.Path(cache_dir)
-        )
+            config.implementation, model.head_dim, model.dtypes.cache_dtype,
+            pathlib.Path(cache_dir), selects=config.selector is not None,
+        )  # fmt: skip
         if config.stretch_cells is None:
             stretches = dispatch.stretch_cells(self.implementation, config.num_cells)
             config = dataclasses.replace(config, stretch_cells=stretches)
@@ -108,7 +109,9 @@ class Executor:
             and sharding is None
             and not isinstance(matrix, QuantizedMatrix)
         )
-        self._pool = init_pool(model, config.num_pages, config.page_size, sharding)
+        self._pool = init_pool(
+            model, config.num_pages, config.page_size, sharding, bounds=config.selector is not None
+        )
         words = -(-model.vocab_size // 32)
         everywhere = self._everywhere
         self._allowed_bits = jnp.full((1, words), 0xFFFFFFFF, jnp.uint32, device=everywhere)
@@ -215,7 +218,7 @@ class Executor:
     def _compile_step(self, shape: StepShape):
         function = functools.partial(
             step, config=self.model, shape=shape, implementation=self.implementation,
-            sharding=self._sharding, logits=not self._scans_hidden,
+            sharding=self._sharding, logits=not self._scans_hidden, selector=self.config.selector,
         )  # fmt: skip
         packed = rows_module.pack([], shape, self.config)
 

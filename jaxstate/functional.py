@@ -417,6 +417,7 @@ def _forward(
         token_ids=token_ids,
         positions=positions,
         token_rows=jnp.where(real, 0, PADDING_ROW),
+        selects=jnp.zeros(tokens, bool),
         write_cells=jnp.where(real, cells, config.num_cells),
         write_shifts=shifts,
         tail_mask=index[:, None] >= index[None, :],

@@ -174,6 +174,7 @@ def answer_of(
     version: int,
     context_len: int,
     tokens_forwarded: int,
+    blocks_kept: float | None,
 ) -> Answer:
     """Assemble the answer of a finished stream."""
     return Answer(
@@ -185,5 +186,6 @@ def answer_of(
         context_len=context_len,
         tokens_forwarded=tokens_forwarded,
         gap=first.gap,
+        blocks_kept=blocks_kept,
         tokens=tuple(tokens),
     )

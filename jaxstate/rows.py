@@ -28,6 +28,7 @@ class RowInput:
       wanted: token indices whose next-token distributions are wanted.
       parents: index of the token that each one follows, -1 for the first; None = a plain sequence.
         A token sees its ancestors.
+      selects: whether a selector may leave out blocks of the row's context.
     """
 
     token_ids: np.ndarray
@@ -37,6 +38,7 @@ class RowInput:
     context: Sequence[Stretch] = ()
     wanted: Sequence[int] = ()
     parents: Sequence[int] | None = None
+    selects: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,7 @@ def pack(groups: Sequence[Group], shape: StepShape, config: EngineConfig) -> Row
     token_ids = np.zeros(tokens, np.int32)
     positions = np.zeros(tokens, np.int32)
     token_rows = np.full(tokens, PADDING_ROW, np.int32)
+    selects = np.zeros(tokens, bool)
     write_cells = np.full(tokens, config.num_cells, np.int32)
     write_shifts = np.zeros(tokens, np.int32)
     tail_mask = np.eye(tokens, dtype=bool)
@@ -97,6 +100,7 @@ def pack(groups: Sequence[Group], shape: StepShape, config: EngineConfig) -> Row
             token_ids[span] = row.token_ids
             positions[span] = row.positions
             token_rows[span] = row_idx
+            selects[span] = row.selects
             write_cells[span] = row.cells
             write_shifts[span] = row.shifts
             tail_mask[span, span] = _sees(count, row.parents)
@@ -114,6 +118,7 @@ def pack(groups: Sequence[Group], shape: StepShape, config: EngineConfig) -> Row
         "token_ids": token_ids,
         "positions": positions,
         "token_rows": token_rows,
+        "selects": selects,
         "write_cells": write_cells,
         "write_shifts": write_shifts,
         "tail_mask": tail_mask,

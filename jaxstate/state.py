@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxstate.kernels_pallas.gate_scan_xla import GateSummary
+from jaxstate.kernels_pallas.key_bounds import KeyBounds
+from jaxstate.kernels_pallas.selection import num_blocks
 from jaxstate.kernels_pallas.work import WorkList
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.sharding import Sharding
@@ -25,25 +27,43 @@ class LayerPages:
 
     k_pages: jax.Array  # [num_kv_heads, num_pages, page_size, head_dim]
     v_pages: jax.Array  # [num_kv_heads, num_pages, page_size, head_dim]
+    bounds: KeyBounds | None = None  # of k_pages, where a selector reads them
 
 
 Pool = tuple[LayerPages, ...]
 
-PAGE_AXES = ("kv_heads", None, None, None)
-"""Logical axes of pages, see models.sharding."""
+PAGE_AXES = ("kv_heads",)
+"""Logical axes of pages and bounds, see models.sharding; the others are never split."""
 
 
 def init_pool(
-    config: ModelConfig, num_pages: int, page_size: int, sharding: Sharding | None = None
+    config: ModelConfig,
+    num_pages: int,
+    page_size: int,
+    sharding: Sharding | None = None,
+    *,
+    bounds: bool = False,
 ) -> Pool:
-    """Allocate an empty pool; every buffer separately, since every step donates them all."""
-    shape = (config.num_kv_heads, num_pages, page_size, config.head_dim)
+    """Allocate an empty pool; every buffer separately, since every step donates them all.
+
+    Args:
+      bounds: whether KeyBounds are kept, which a BlockSelector needs.
+    """
     place = None if sharding is None else sharding.named(*PAGE_AXES)
 
-    def zeros():
-        return jnp.zeros(shape, config.dtypes.cache_dtype, device=place)
+    def zeros(*shape):
+        whole = (config.num_kv_heads, *shape, config.head_dim)
+        return jnp.zeros(whole, config.dtypes.cache_dtype, device=place)
 
-    return tuple(LayerPages(k_pages=zeros(), v_pages=zeros()) for _ in range(config.num_layers))
+    def layer() -> LayerPages:
+        blocks = num_blocks(num_pages * page_size)
+        return LayerPages(
+            k_pages=zeros(num_pages, page_size),
+            v_pages=zeros(num_pages, page_size),
+            bounds=KeyBounds(low=zeros(blocks), high=zeros(blocks)) if bounds else None,
+        )
+
+    return tuple(layer() for _ in range(config.num_layers))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +97,7 @@ class Rows:
       token_ids: [tokens] int32.
       positions: [tokens] int32, where each token stands in its row's context.
       token_rows: [tokens] int32, the row of each token; work.PADDING_ROW = padding.
+      selects: [tokens] bool, whether a selector may leave out blocks that a token sees.
       write_cells: [tokens] int32, page * page_size + cell; at or past the pool's end = drop.
       write_shifts: [tokens] int32; the stored key is rotated at position - shift.
       tail_mask: [tokens, tokens] bool, which of the step's tokens a token may see.
@@ -89,6 +110,7 @@ class Rows:
     token_ids: jax.Array
     positions: jax.Array
     token_rows: jax.Array
+    selects: jax.Array
     write_cells: jax.Array
     write_shifts: jax.Array
     tail_mask: jax.Array

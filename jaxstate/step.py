@@ -8,8 +8,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxstate.kernels_pallas import dispatch
+from jaxstate.kernels_pallas import block_selector, dispatch, key_bounds
 from jaxstate.kernels_pallas import work as work_columns
+from jaxstate.kernels_pallas.block_selector import BlockSelector
 from jaxstate.kernels_pallas.rope import angles_at, turn
 from jaxstate.models import decoder, quantized
 from jaxstate.models.config import LayerConfig, ModelConfig
@@ -31,6 +32,7 @@ def step(
     implementation: str,
     sharding: Sharding | None = None,
     logits: bool = True,
+    selector: BlockSelector | None = None,
 ) -> tuple[Pool, Outputs]:
     """Run the model over the rows' tokens; the caller donates the pool and rebinds it at once.
 
@@ -46,6 +48,8 @@ def step(
       sharding: how params and pool lie over several devices; rows and outputs are on all of them.
       logits: whether they are computed; else summaries come from one pass over the output matrix,
         which must not be quantized nor split over devices.
+      selector: chooses which blocks of the context the tokens of Rows.selects read; the pool then
+        has bounds.
     Returns:
       pool: with the new tokens' keys and values written.  outputs: see Outputs.
     """
@@ -60,7 +64,8 @@ def step(
     )
     chex.assert_shape(rows.tail_mask, (tokens, tokens))
     chex.assert_type(rows.tail_mask, bool)
-    chex.assert_equal_shape(jax.tree.leaves(pool))
+    chex.assert_shape(rows.selects, (tokens,))
+    chex.assert_equal_shape([pages for layer in pool for pages in (layer.k_pages, layer.v_pages)])
     chex.assert_shape([rows.output_tokens, rows.allowed_idx], (shape.num_rows,))
     tails = {
         layer.window: dispatch.prepare_tail(
@@ -73,7 +78,7 @@ def step(
     }  # fmt: skip
     ropes = {layer.rope: _rope_tables(layer.rope, config, rows) for layer in config.layers}
 
-    def mix(layer: LayerConfig, q, k, v, pages: LayerPages, rows: Rows, tail, tables):
+    def mix(layer: LayerConfig, selects, q, k, v, pages: LayerPages, rows: Rows, tail, tables):
         q = turn(q, tables["tokens"][:, None])
         k = turn(k, tables["tokens"][:, None])
         stored = turn(k, tables["write_shifts"].reversed[:, None])
@@ -82,12 +87,21 @@ def step(
         k_pages, v_pages = dispatch.kv_write(
             implementation, pages.k_pages, pages.v_pages, stored, v, rows.write_cells
         )
-        pages = LayerPages(k_pages=k_pages, v_pages=v_pages)
+        bounds, selection = pages.bounds, None
+        if bounds is not None:
+            bounds = key_bounds.write(bounds, k_pages, rows.write_cells)
+        if selects:
+            assert selector is not None and bounds is not None
+            selection = block_selector.select(
+                selector, q, jax.tree.map(lambda bound: own(bound, 0), bounds), rows.positions,
+                rows.token_rows, rows.selects, rows.work, tables["work"],
+            )  # fmt: skip
+        pages = LayerPages(k_pages=k_pages, v_pages=v_pages, bounds=bounds)
         mixed = dispatch.attend(
             implementation, q, own(k, 1), own(v, 1), rows.positions, rows.token_rows, tail,
             own(pages.k_pages, 0), own(pages.v_pages, 0), rows.work, tables["work"],
             block_tokens=shape.block_tokens, window=layer.window,
-            precision=config.dtypes.precision,
+            precision=config.dtypes.precision, selection=selection,
         )  # fmt: skip
         return mixed.astype(config.dtypes.compute_dtype), pages
 
@@ -96,7 +110,10 @@ def step(
 
     def attend(layer_idx, q, k, v, pages: LayerPages):
         layer = config.layers[layer_idx]
-        function = functools.partial(mix, layer)
+        selects = (
+            selector is not None and layer.window is None and layer_idx >= selector.dense_layers
+        )
+        function = functools.partial(mix, layer, selects)
         if sharding is not None:
             function = _on_every_device(function, sharding)
         return function(q, k, v, pages, rows, tails[layer.window], ropes[layer.rope])

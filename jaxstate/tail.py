@@ -53,15 +53,20 @@ class Tail:
         shifts: np.ndarray,
         *,
         growing: bool = False,
+        selects: bool = False,
     ):
         """Reserve cells for len(shifts) tokens at `position` and following.
 
+        Args:
+          growing: see Pages.allocate.
+          selects: see RowInput.
         Raises:
           CapacityError: not enough free pages; nothing was taken.
         """
         self._executor = executor
         self._pages = pages
         self._begin = position
+        self._selects = selects
         self._growth = None
         if len(shifts):
             self._growth = pages_module.plan_growth(
@@ -154,6 +159,7 @@ class Tail:
             context=context,
             wanted=wanted,
             parents=parents,
+            selects=self._selects,
         )
         result = self._executor.run([Group(rows=[row])])
         self.position += count

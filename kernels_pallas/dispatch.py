@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 Implementation = Literal["auto", "xla", "cpu", "pallas_gpu", "pallas_gpu_interpret"]
 """Names of implementations; those in "_interpret" run kernels anywhere, slowly, for tests."""
 
+_READS_ALL = "the kernel for CPUs cannot select blocks"
+
 
 @dataclasses.dataclass(frozen=True)
 class _Pallas:
@@ -48,7 +50,14 @@ _PALLAS = {
 }
 
 
-def choose(implementation: Implementation, head_dim: int, dtype, cache_dir: pathlib.Path) -> str:
+def choose(
+    implementation: Implementation,
+    head_dim: int,
+    dtype,
+    cache_dir: pathlib.Path,
+    *,
+    selects: bool = False,
+) -> str:
     """Return a name but "auto", built and ready.
 
     "auto" takes the fastest that runs here of those that have been tried: "pallas_gpu" must be
@@ -57,6 +66,7 @@ def choose(implementation: Implementation, head_dim: int, dtype, cache_dir: path
     Args:
       dtype: of keys and values in the pool.
       cache_dir: where compiled kernels are kept.
+      selects: whether it is to read selected blocks only.
     Raises:
       ValueError: unknown name.
       NotImplementedError: the named implementation cannot run here; says why.
@@ -71,7 +81,7 @@ def choose(implementation: Implementation, head_dim: int, dtype, cache_dir: path
     reasons = {
         "pallas_gpu": attention_gpu.unsupported(head_dim, dtype),
         "pallas_gpu_interpret": attention_gpu.unsupported(head_dim, dtype, interpret=True),
-        "cpu": attention_cpu.unsupported(head_dim, dtype),
+        "cpu": attention_cpu.unsupported(head_dim, dtype) or (_READS_ALL if selects else None),
     }
     if implementation != "auto":
         if reason := reasons[implementation]:
@@ -151,9 +161,7 @@ def attend(
     """
     if implementation == "cpu":
         if selection is not None:
-            raise NotImplementedError(
-                'selection: the kernel for CPUs reads all blocks; use implementation "xla"'
-            )
+            raise NotImplementedError(f'selection: {_READS_ALL}; use implementation "xla"')
         return attention_cpu.attention(
             q, k, v, positions, token_rows, tail, k_pages, v_pages, work, shifts,
             block_tokens=block_tokens, window=window,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxstate.kernels_pallas import attention_gpu, dispatch, rope, work
+from jaxstate.kernels_pallas.selection import BLOCK_CELLS, Selection
 
 # Tokens, tokens per block, query heads, key/value heads, page size, pages, window.
 DECODE = (64, 1, 32, 8, 64, 8192, None)
@@ -20,18 +21,21 @@ HUGE = (1, 1, 32, 8, 256, 16384, None)
 """A pool of 2^32 elements at head_dim 128: offsets of more than 32 bits."""
 
 
-def _lowered(sizes, head_dim: int, dtype) -> str:
+def _lowered(sizes, head_dim: int, dtype, *, selects: bool = False) -> str:
     tokens, block_tokens, heads, kv_heads, page_size, pages, window = sizes
     ints, table = jnp.int32, 257
 
     def array(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    def attend(*arrays):
+    def attend(selection, *arrays):
         return dispatch.attend(
-            "pallas_gpu", *arrays,
+            "pallas_gpu", *arrays, selection=selection,
             block_tokens=block_tokens, window=window, precision=jax.lax.Precision.HIGHEST,
         )  # fmt: skip
+
+    lists = array(kv_heads, pages * page_size // BLOCK_CELLS, dtype=ints)
+    selection = Selection(blocks=lists, count=array(kv_heads, dtype=ints)) if selects else None
 
     pool = array(kv_heads, pages, page_size, head_dim)
     items = work.WorkList(
@@ -41,6 +45,7 @@ def _lowered(sizes, head_dim: int, dtype) -> str:
     )
     angle = array(table, head_dim // 2, dtype=jnp.float32)
     traced = jax.jit(attend).trace(
+        selection,
         array(tokens, heads, head_dim),
         array(tokens, kv_heads, head_dim),
         array(tokens, kv_heads, head_dim),
@@ -62,6 +67,13 @@ def _lowered(sizes, head_dim: int, dtype) -> str:
 def test_context_attention_lowers_for_cuda(sizes, head_dim, dtype):
     assert attention_gpu.unsupported(head_dim, jnp.dtype(dtype), interpret=True) is None
     assert _lowered(sizes, head_dim, dtype).count("gpu.triton") == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("sizes", [DECODE, PREFILL, HUGE], ids=["decode", "prefill", "huge"])
+def test_attention_to_selected_blocks_lowers_for_cuda(sizes, head_dim, dtype):
+    assert _lowered(sizes, head_dim, dtype, selects=True).count("gpu.triton") == 1
 
 
 @pytest.mark.parametrize(
