@@ -1,0 +1,304 @@
+"""Attention over paged context on TPUs, through Mosaic, and merging it with the step's own tokens.
+
+A program is (chunk of query tokens, run of KV heads), as many heads as a tile of keys has room for:
+a copy from HBM takes about as long as half a megabyte, so tiles have to be large, and heads are the
+dimension that costs no short item anything. Heads also fill the gaps that a few query rows leave on
+the chip. A tile is one strided copy of neighbouring blocks; one of fewer blocks is cut into powers
+of two, so that nothing but blocks of the item is read, at the pool's end too. With a selection each
+head has its own tiles and each block is a copy, 4 KiB at head_dim 128 in bf16.
+
+Two programs at least, for chips of two cores; the context is not cut into shares. A tile never
+spans two items: separate pages of fewer than 128 cells cost a tile's time each, neighbouring pages
+none. The first tiles of a program are not under way while the one before it computes.
+
+Memory is laid out in tiles of 8 rows (f32) or 16 (bf16) and 128 lanes, and the pool is taken so.
+That is how TPU lays a pool of head_dim 128 or 256 out; for one of 64 see kv_write_tpu.py: unless it
+is allocated as row-major tiles XLA copies it whole around each call, and with them it takes twice
+the bytes, to keep and to read.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxstate.kernels_pallas import attention_tpu_kernel, attention_xla, tiles
+from jaxstate.kernels_pallas import work as work_columns
+from jaxstate.kernels_pallas.attention_tpu_kernel import BUFFERS, LANES, SPAN
+from jaxstate.kernels_pallas.attention_xla import Partial
+from jaxstate.kernels_pallas.rope import Angles
+from jaxstate.kernels_pallas.selection import BLOCK_CELLS, Selection
+from jaxstate.kernels_pallas.work import NUM_COLUMNS, WorkList, used_items
+
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+_MAX_TILE_BYTES = 2**19  # keys of a tile, all heads; the ring has four of keys and four of values
+_TILE_BYTES = 2**18  # where few heads leave room for more cells
+_MIN_TILE_CELLS, _MAX_TILE_CELLS = 128, 512
+_MAX_ROWS = 256  # query rows of a chunk: products are then bound by arithmetic
+_MAX_SUMS = 2**18  # heads * query rows * head_dim; what has that shape takes 6 MiB of VMEM's 16
+_SMEM_BYTES = 7 * 2**17  # of 1 MiB
+_SUBLANE_BYTES = 32
+
+
+def unsupported(
+    head_dim: int,
+    dtype,
+    page_size: int,
+    *,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> str | None:
+    """Say why this kernel cannot run here, None if it can.
+
+    Args:
+      dtype: of keys and values in the pool.
+      page_size: in cells.
+      interpret: how an interpreter is to run it, which needs no TPU.
+    """
+    if head_dim % 16 or not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+        return (
+            f"head_dim must be a multiple of 16 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, "
+            f"got {head_dim}"
+        )
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        return f"keys and values must be float32 or bfloat16, got {jnp.dtype(dtype).name}"
+    if page_size % BLOCK_CELLS:
+        return f"pages must be whole blocks of {BLOCK_CELLS} cells, got page_size {page_size}"
+    if not interpret and jax.default_backend() != "tpu":
+        return f"it runs on the TPU backend, this is {jax.default_backend()}"
+    return None
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    token_rows: jax.Array,
+    visible: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    work: Sequence[WorkList],
+    shifts: Sequence[Angles],
+    *,
+    block_tokens: int,
+    window: int | None,
+    precision: jax.lax.Precision,
+    selection: Selection | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> jax.Array:
+    """Attend the step's tokens to each other (plain XLA) and to the work list's cells (the kernel).
+
+    Arguments as in `attention_xla.tail_attention` and `context_attention`; stretches may be of any
+    length, and all lists are read in one pass. The pool's cells must be whole blocks.
+
+    Args:
+      precision: of products in f32, DEFAULT or HIGHEST; products in bf16 are exact, sums f32.
+      interpret: run on any device, see pallas_call.
+    Returns:
+      [tokens, num_heads, head_dim] f32; 0 where nothing is visible.
+    Raises:
+      NotImplementedError: the tables of items and blocks do not fit into SMEM.
+
+    Source: online softmax as in FlashAttention-2 (arXiv:2307.08691), paged layout as in
+    PagedAttention (arXiv:2309.06180).
+    """
+    kv_heads = k.shape[1]
+    most_rows = min(_MAX_ROWS, _MAX_SUMS // (_tile_heads(k_pages) * _lanes(q.shape[2])))
+    most_tokens = max(most_rows * kv_heads // q.shape[1], 1)
+    chunk_tokens = max(n for n in range(1, most_tokens + 1) if block_tokens % n == 0)
+    partial = attention_xla.tail_attention(
+        q, k, v, visible, block_tokens=chunk_tokens, precision=precision
+    )
+    context = _context(
+        q, positions, token_rows, k_pages, v_pages, work, shifts,
+        chunk_tokens=chunk_tokens, block_tokens=block_tokens, window=window, precision=precision,
+        selection=selection, interpret=interpret,
+    )  # fmt: skip
+    return attention_xla.normalize(_merge(partial, context), chunk_tokens)
+
+
+def _merge(one: Partial, other: Partial) -> Partial:
+    """Merge attention over two parts of what a token sees."""
+    peak = jnp.maximum(one.peak, other.peak)
+    kept, kept_other = jnp.exp(one.peak - peak), jnp.exp(other.peak - peak)
+    return Partial(
+        peak=peak,
+        total=one.total * kept + other.total * kept_other,
+        mixed=one.mixed * kept[..., None] + other.mixed * kept_other[..., None],
+    )
+
+
+def _lanes(head_dim: int) -> int:
+    """Lanes that a head takes."""
+    return -(-head_dim // LANES) * LANES
+
+
+def _largest_divisor(count: int, most: int) -> int:
+    return max(n for n in range(1, max(most, 1) + 1) if count % n == 0)
+
+
+def _tile_heads(k_pages: jax.Array) -> int:
+    """KV heads of a tile; half of all at most, where there are more than one."""
+    kv_heads, _, _, head_dim = k_pages.shape
+    head_bytes = _MIN_TILE_CELLS * _lanes(head_dim) * k_pages.dtype.itemsize
+    return _largest_divisor(kv_heads, min(_MAX_TILE_BYTES // head_bytes, kv_heads))
+
+
+def _context(
+    q, positions, token_rows, k_pages, v_pages, work, shifts, *,
+    chunk_tokens, block_tokens, window, precision, selection, interpret,
+) -> Partial:  # fmt: skip
+    """Attend chunks of tokens to the cells: a Partial of [chunks, kv_heads, rows, …]."""
+    kv_heads, num_pages, page_size, head_dim = k_pages.shape
+    cells = num_pages * page_size
+    scaled = attention_xla.to_blocks(
+        q * jnp.asarray(1 / math.sqrt(head_dim), q.dtype), kv_heads, chunk_tokens
+    )
+    chunks, _, num_rows, _ = scaled.shape
+    heads = _tile_heads(k_pages)
+    if chunks == 1 and heads == kv_heads:
+        heads = _largest_divisor(kv_heads, kv_heads - 1)
+    cell_bytes = heads * _lanes(head_dim) * k_pages.dtype.itemsize
+    tile_cells = _MIN_TILE_CELLS
+    while tile_cells < _MAX_TILE_CELLS and 2 * tile_cells * cell_bytes <= _TILE_BYTES:
+        tile_cells *= 2
+    tile_cells = min(tile_cells, cells)
+
+    padding = (0, -num_rows % (_SUBLANE_BYTES // q.dtype.itemsize))
+    padded_rows = num_rows + padding[1]
+
+    def by_row(x, value):
+        x = jnp.repeat(x.reshape(chunks, chunk_tokens), num_rows // chunk_tokens, axis=1)
+        return jnp.pad(x, ((0, 0), padding), constant_values=value)
+
+    positions = by_row(positions, 0)
+    token_rows = by_row(token_rows, work_columns.PADDING_ROW)
+    items = jnp.concatenate([used_items(one) for one in work])
+    plan = tiles.plan(
+        items, positions, token_rows,
+        chunks_per_block=block_tokens // chunk_tokens, shares=1, tile_cells=tile_cells,
+        window=window, selection=selection,
+    )  # fmt: skip
+    visits = jnp.concatenate(
+        [
+            plan.spans[:, :, 0],
+            plan.visits[..., tiles.FIRST_PLACE],
+            plan.visits[..., tiles.END_PLACE],
+        ],
+        axis=-1,
+    )
+    lists = 1
+    if selection is not None:
+        heads = lists = _lists_in_smem(heads, items.shape[0], selection)
+    elif _smem_bytes(1, items.shape[0], 0) > _SMEM_BYTES:
+        raise NotImplementedError(_too_many(items.shape[0], 0))
+    runs = kv_heads // heads
+    visits = visits.reshape(chunks, -1, lists, visits.shape[2])
+    cos = jnp.concatenate([angles.cos for angles in shifts])
+    sin = jnp.concatenate([angles.sin for angles in shifts])
+    # A turn back of pairs (i, i + half): left * cos + right * sin, right * cos - left * sin.
+    angles = jnp.stack(
+        [jnp.concatenate([cos, cos], axis=1), jnp.concatenate([sin, -sin], axis=1)], axis=1
+    )
+
+    # One dimension, so that cores share what there is; the chunk runs fastest.
+    def chunk_of(program):
+        return jax.lax.rem(program, chunks)
+
+    def run_of(program):
+        return jax.lax.div(program, chunks)
+
+    def by_both(*shape):
+        return pl.BlockSpec(
+            (None, heads, *shape), lambda program: (chunk_of(program), run_of(program), 0, 0)
+        )
+
+    chosen, of_blocks = [], []
+    if selection is not None:
+        chosen = [selection.blocks.reshape(runs, lists, -1)]
+        of_blocks = [
+            pl.BlockSpec(
+                (None, *chosen[0].shape[1:]),
+                lambda program: (run_of(program), 0, 0),
+                memory_space=pltpu.SMEM,
+            )
+        ]
+    kernel = attention_tpu_kernel.attend
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    stats, mixed = pl.pallas_call(
+        functools.partial(
+            kernel if chosen else functools.partial(kernel, None),
+            chunks=chunks, window=window, precision=precision if q.dtype == jnp.float32 else None,
+        ),
+        grid=(chunks * runs,),
+        in_specs=[
+            *of_blocks,
+            pl.BlockSpec(
+                (None, None, lists, visits.shape[3]),
+                lambda program: (chunk_of(program), run_of(program) if chosen else 0, 0, 0),
+                memory_space=pltpu.SMEM,
+            ),
+            pl.BlockSpec(memory_space=pltpu.SMEM),
+            pl.BlockSpec((None, padded_rows, 2), lambda program: (chunk_of(program), 0, 0)),
+            by_both(padded_rows, head_dim),
+            anywhere, anywhere, anywhere,
+        ],
+        out_specs=[by_both(2, padded_rows), by_both(padded_rows, head_dim)],
+        out_shape=[
+            jax.ShapeDtypeStruct((chunks, kv_heads, 2, padded_rows), jnp.float32),
+            jax.ShapeDtypeStruct((chunks, kv_heads, padded_rows, head_dim), jnp.float32),
+        ],
+        scratch_shapes=[
+            pltpu.VMEM((heads, padded_rows, head_dim), q.dtype),
+            pltpu.VMEM((BUFFERS, lists, 2, head_dim), jnp.float32),
+            pltpu.VMEM((BUFFERS, heads, tile_cells, head_dim), k_pages.dtype),
+            pltpu.VMEM((BUFFERS, heads, tile_cells, head_dim), v_pages.dtype),
+            pltpu.VMEM((heads, padded_rows, LANES), jnp.float32),
+            pltpu.VMEM((heads, padded_rows, LANES), jnp.float32),
+            pltpu.SemaphoreType.DMA((BUFFERS, lists)),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        interpret=interpret,
+        name="context_attention",
+    )(
+        *chosen, visits, items.reshape(-1), jnp.stack([positions, token_rows], axis=-1),
+        jnp.pad(scaled, ((0, 0), (0, 0), padding, (0, 0))), angles,
+        k_pages.reshape(kv_heads, cells, head_dim), v_pages.reshape(kv_heads, cells, head_dim),
+    )  # fmt: skip
+    return Partial(
+        peak=stats[:, :, 0, :num_rows],
+        total=stats[:, :, 1, :num_rows],
+        mixed=mixed[:, :, :num_rows],
+    )
+
+
+def _smem_bytes(lists: int, num_items: int, num_blocks: int) -> int:
+    """Bytes of a program's tables: one of items, two of what changes from program to program."""
+    return 4 * (NUM_COLUMNS * num_items + 2 * lists * (SPAN + 2 * num_items + num_blocks))
+
+
+def _lists_in_smem(most: int, num_items: int, selection: Selection) -> int:
+    """Heads whose lists fit; tables of all heads at once where they do."""
+    num_blocks = selection.blocks.shape[1]
+    fitting = [
+        n
+        for n in range(1, most + 1)
+        if most % n == 0 and _smem_bytes(n, num_items, num_blocks) <= _SMEM_BYTES
+    ]
+    if not fitting:
+        raise NotImplementedError(_too_many(num_items, num_blocks))
+    return max(fitting)
+
+
+def _too_many(num_items: int, num_blocks: int) -> str:
+    return (
+        f"tables of {num_items} items and {num_blocks} blocks a head: expected at most "
+        f"{_SMEM_BYTES} bytes of SMEM, got {_smem_bytes(1, num_items, num_blocks)}; lower "
+        "table_capacity or the selection's capacity"
+    )
