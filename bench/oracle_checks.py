@@ -21,11 +21,30 @@ def families(report: Report, *, quick: bool) -> None:
         report.no_bar("oracle.families", ALL_PASS, unit=unit, reason="left out by --quick")
         return
     common.note("running the oracle on every family, some minutes")
-    command = [sys.executable, "-m", "pytest", _TEST, "-q", "-k", _CHOICE, "-m", "long", "-rA"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=common.ROOT)
-    passed = len(re.findall(r"^PASSED ", done.stdout, re.MULTILINE))
-    failed = len(re.findall(r"^FAILED |^ERROR ", done.stdout, re.MULTILINE))
+    passed, failed = run_tests(_TEST, "-m", "long", "-k", _CHOICE)
     report.bar(
-        "oracle.families", failed, ALL_PASS, unit=unit, n=passed + failed,
-        sound=done.returncode == 0 and passed > 0, passed=passed,
+        "oracle.families",
+        failed,
+        ALL_PASS,
+        unit=unit,
+        n=passed + failed,
+        sound=passed > 0,
+        passed=passed,
     )
+
+
+def run_tests(*choice: str) -> tuple[int, int]:
+    """Run tests in a process of their own: how many passed, how many failed.
+
+    Raises:
+      RuntimeError: pytest itself did not come through.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", *choice]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=common.ROOT)
+    passed, failed = (
+        len(re.findall(f"^({words}) ", done.stdout, re.MULTILINE))
+        for words in ("PASSED", "FAILED|ERROR")
+    )
+    if done.returncode not in (0, 1) or (done.returncode == 1) != (failed > 0):
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}")
+    return passed, failed

@@ -91,7 +91,8 @@ class Executor:
         cache_dir = config.kernel_cache_dir or platformdirs.user_cache_path("jaxstate") / "kernels"
         self.implementation = dispatch.choose(
             config.implementation, model.head_dim, model.dtypes.cache_dtype,
-            pathlib.Path(cache_dir), selects=config.selector is not None,
+            pathlib.Path(cache_dir), page_size=config.page_size,
+            selects=config.selector is not None,
         )  # fmt: skip
         if config.stretch_cells is None:
             stretches = dispatch.stretch_cells(self.implementation, config.num_cells)

@@ -149,7 +149,7 @@ def init_state(config: SessionConfig) -> SessionState:
     """
     dispatch.choose(
         config.implementation, config.model.head_dim, config.model.dtypes.cache_dtype,
-        platformdirs.user_cache_path("jaxstate") / "kernels",
+        platformdirs.user_cache_path("jaxstate") / "kernels", page_size=config.page_size,
     )  # fmt: skip
     vocab = config.model.vocab_size
 

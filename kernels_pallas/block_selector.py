@@ -93,7 +93,8 @@ def select(
                 & (token_rows < item[work_columns.ROW_END])[:, None]
                 & real[:, None]
             )  # [tokens, count]
-            near = positions[:, None] - newest < selector.recent_tokens
+            distance = jnp.maximum(positions[:, None] - newest, 0)  # of the nearest cell seen
+            near = distance < selector.recent_tokens
             always = sees & ((oldest < selector.sink_tokens) | near | ~selects[:, None])
 
             def of_blocks(bound):

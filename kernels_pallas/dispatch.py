@@ -14,21 +14,32 @@ import jax
 from jaxstate.kernels_pallas import (
     attention_cpu,
     attention_gpu,
+    attention_tpu,
     attention_xla,
     gate_scan_gpu,
+    gate_scan_tpu,
     gate_scan_xla,
     kv_write_gpu,
+    kv_write_tpu,
     kv_write_xla,
     matmul_quantized_cpu,
 )
 from jaxstate.kernels_pallas.gate_scan_xla import GateSummary
 from jaxstate.kernels_pallas.rope import Angles
-from jaxstate.kernels_pallas.selection import Selection
+from jaxstate.kernels_pallas.selection import BLOCK_CELLS, Selection
 from jaxstate.kernels_pallas.work import WorkList
 
 logger = logging.getLogger(__name__)
 
-Implementation = Literal["auto", "xla", "cpu", "pallas_gpu", "pallas_gpu_interpret"]
+Implementation = Literal[
+    "auto",
+    "xla",
+    "cpu",
+    "pallas_gpu",
+    "pallas_gpu_interpret",
+    "pallas_tpu",
+    "pallas_tpu_interpret",
+]
 """Names of implementations; those in "_interpret" run kernels anywhere, slowly, for tests."""
 
 _READS_ALL = "the kernel for CPUs cannot select blocks"
@@ -47,6 +58,8 @@ class _Pallas:
 _PALLAS = {
     "pallas_gpu": _Pallas(attention_gpu, kv_write_gpu, gate_scan_gpu, False),
     "pallas_gpu_interpret": _Pallas(attention_gpu, kv_write_gpu, gate_scan_gpu, True),
+    "pallas_tpu": _Pallas(attention_tpu, kv_write_tpu, gate_scan_tpu, False),
+    "pallas_tpu_interpret": _Pallas(attention_tpu, kv_write_tpu, gate_scan_tpu, True),
 }
 
 
@@ -56,16 +69,18 @@ def choose(
     dtype,
     cache_dir: pathlib.Path,
     *,
+    page_size: int | None = None,
     selects: bool = False,
 ) -> str:
     """Return a name but "auto", built and ready.
 
-    "auto" takes the fastest that runs here of those that have been tried: "pallas_gpu" must be
-    named, until a device has shown that it is right.
+    "auto" takes the fastest that runs here of those that have been tried: "pallas_gpu" and
+    "pallas_tpu" must be named, until a device has shown that they are right.
 
     Args:
       dtype: of keys and values in the pool.
       cache_dir: where compiled kernels are kept.
+      page_size: of the pool, in cells; None where there is none.
       selects: whether it is to read selected blocks only.
     Raises:
       ValueError: unknown name.
@@ -81,6 +96,10 @@ def choose(
     reasons = {
         "pallas_gpu": attention_gpu.unsupported(head_dim, dtype),
         "pallas_gpu_interpret": attention_gpu.unsupported(head_dim, dtype, interpret=True),
+        "pallas_tpu": attention_tpu.unsupported(head_dim, dtype, page_size or BLOCK_CELLS),
+        "pallas_tpu_interpret": attention_tpu.unsupported(
+            head_dim, dtype, page_size or BLOCK_CELLS, interpret=True
+        ),
         "cpu": attention_cpu.unsupported(head_dim, dtype) or (_READS_ALL if selects else None),
     }
     if implementation != "auto":
@@ -98,8 +117,9 @@ def choose(
             logger.warning('%s; "auto" takes plain XLA, which is slower', error)
             return "xla"
         return _took("cpu")
-    reason = reasons["pallas_gpu"] or "no device has tried it yet, name it to do so"
-    return _took("xla", f" (pallas_gpu: {reason}; cpu: {reasons['cpu']})")
+    untried = "no device has tried it yet, name it to do so"
+    why = [f"{name}: {reasons[name] or untried}" for name in ("pallas_gpu", "pallas_tpu")]
+    return _took("xla", f" ({'; '.join(why)}; cpu: {reasons['cpu']})")
 
 
 def _build_for_cpu(cache_dir: pathlib.Path) -> None:

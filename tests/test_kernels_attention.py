@@ -20,6 +20,7 @@ from oracle import tiny
 from oracle.machine import machine_for
 
 from jaxstate.kernels_pallas import attention_cpu, dispatch, rope, work
+from jaxstate.kernels_pallas.selection import BLOCK_CELLS
 
 KV_HEADS, PAGE_SIZE, HEAD_DIM, CAPACITY, NUM_ROWS = 2, 4, 16, 12, 3
 FREQUENCIES = (100.0 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32)
@@ -464,23 +465,28 @@ def test_interpreted_kernel_gives_a_row_the_same_bits_in_any_place_and_company()
 # The engine
 
 
-def _interpreted(setup: tiny.Setup) -> tiny.Setup:
-    sizes = dataclasses.replace(
-        setup.sizes, implementation="pallas_gpu_interpret", stretch_cells=None
-    )
-    return dataclasses.replace(setup, name=f"{setup.name}-pallas-gpu", sizes=sizes)
+def _interpreted(setup: tiny.Setup, name: str) -> tiny.Setup:
+    sizes = dataclasses.replace(setup.sizes, implementation=name, stretch_cells=None)
+    if name == "pallas_tpu_interpret":  # whole blocks, and as many cells
+        pages = -(-2 * setup.sizes.num_cells // BLOCK_CELLS)
+        sizes = dataclasses.replace(sizes, page_size=BLOCK_CELLS, num_pages=pages)
+    return dataclasses.replace(setup, name=f"{setup.name}-{name}", sizes=sizes)
 
 
 @pytest.mark.parametrize(
     "setup",
     [
-        _interpreted(tiny.ROTATING),
-        pytest.param(_interpreted(tiny.GROUPED), marks=pytest.mark.long),
-        pytest.param(_interpreted(tiny.WINDOWED), marks=pytest.mark.long),
+        _interpreted(tiny.ROTATING, "pallas_gpu_interpret"),
+        _interpreted(tiny.ROTATING, "pallas_tpu_interpret"),
+        *(
+            pytest.param(_interpreted(setup, f"pallas_{name}_interpret"), marks=pytest.mark.long)
+            for setup in (tiny.GROUPED, tiny.WINDOWED)
+            for name in ("gpu", "tpu")
+        ),
     ],
     ids=lambda setup: setup.name,
 )
-def test_engine_verbs_equal_history_with_the_interpreted_kernel(setup):
+def test_engine_verbs_equal_history_with_interpreted_kernels(setup):
     machine = machine_for(setup)
     stateful.run_state_machine_as_test(
         machine,

@@ -83,7 +83,7 @@ ITEMS = [
     (64, 16, 90, 51, -9, 0, 2, 0),
     (160, 0, 10, 5, 0, 1, 2, 0),
 ]
-POSITIONS = np.asarray([141, 142, 40, 90], np.int32)
+POSITIONS = np.asarray([141, 142, 10, 90], np.int32)
 ROWS = np.asarray([0, 0, 1, work.PADDING_ROW], np.int32)
 ALL_SELECT = np.ones(4, bool)
 
