@@ -9,12 +9,11 @@ from typing import Any
 
 import device_problem
 import jax
-import jax.numpy as jnp
 import numpy as np
 from device_problem import Layout
 from device_report import Bar
 from device_run import Run
-from device_sizes import Sizes
+from device_sizes import Heads, Sizes
 from device_timing import measure, noise, require_bytes
 
 from jaxstate.rows import Group
@@ -82,13 +81,9 @@ def _timing(
     layers = _num_layers(run.sizes, num_bytes)
     if name == "xla" and cells > MOST_XLA_CELLS:
         raise NotImplementedError(f"plain XLA is timed up to {MOST_XLA_CELLS} cells")
-    implementation = run.kernels.attention if name == "kernel" else name
-    layout = Layout(
-        heads=heads, dtype="bfloat16", num_pages=cells // _PAGE_SIZE, page_size=_PAGE_SIZE,
-        shape=shape, table_len=max(2 * len(groups) * -(-cells // len(groups) // 1024), 16),
-    )  # fmt: skip
-    if name == "kernel":
-        run.kernels.require(heads.head_dim, jnp.bfloat16)
+    implementation = run.implementation(name)
+    layout = layout_of(heads, groups, shape, cells)
+    run.require(name, heads.head_dim, layout.dtype)
     require_bytes(layers * num_bytes, f"{key}: keys and values")
     pools = [
         (layout.pages(2 * layer), layout.pages(2 * layer + 1)) for layer in range(1, layers + 1)
@@ -101,6 +96,15 @@ def _timing(
     run.report.timing(
         key, timing, run.floor_ms(num_bytes, flops), implementation=implementation,
         layers=layers, floor_bytes=num_bytes, floor_flops=flops, **detail,
+    )  # fmt: skip
+
+
+def layout_of(heads: Heads, groups: Sequence[Group], shape: StepShape, cells: int) -> Layout:
+    """Return a pool that holds the contexts exactly, and a table for what plain XLA reads."""
+    stretches = len(groups) * -(-cells // len(groups) // 1024)
+    return Layout(
+        heads=heads, dtype="bfloat16", num_pages=cells // _PAGE_SIZE, page_size=_PAGE_SIZE,
+        shape=shape, table_len=max(2 * stretches, 16),
     )  # fmt: skip
 
 
@@ -135,6 +139,7 @@ def dot_product(run: Run, rows: int, context: int, *, shared: bool) -> None:
             q = jax.nn.dot_product_attention(q, k, v, implementation=implementation)
         return q
 
+    flops = 4.0 * rows * context * heads.num_heads * heads.head_dim
     refused = None
     implementations = ["cudnn", "xla"] if jax.default_backend() == "gpu" else ["xla"]
     for implementation in implementations:
@@ -149,8 +154,9 @@ def dot_product(run: Run, rows: int, context: int, *, shared: bool) -> None:
             refused = f"{implementation}: {str(error)[:200]}"
             continue
         run.report.timing(
-            key, timing, run.floor_ms(num_bytes), implementation=implementation, layers=layers,
-            refused=refused, floor_bytes=num_bytes, rows=rows, context=context,
+            key, timing, run.floor_ms(num_bytes, flops), implementation=implementation,
+            layers=layers, refused=refused, floor_bytes=num_bytes, floor_flops=flops,
+            rows=rows, context=context,
         )  # fmt: skip
         return
 

@@ -37,8 +37,9 @@ def main(began: float, arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--deadline-s", type=float, default=DEADLINE_S, help="for the whole run")
     parser.add_argument("--commit", help="of this checkout, where git does not know it")
     args = parser.parse_args(arguments)
-    # Contexts of 64 rows beside an 8B model need more than the three quarters that jax takes.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
+        # An 8B model beside 64 long contexts needs more than the three quarters that jax takes.
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.92"
     command = f"python bench/device_check.py --part {args.part}" + " --tiny" * args.tiny
     report = Report(command=command, commit=args.commit, path=args.out)
     kernels = INTERPRETED if args.tiny else KERNELS.get(jax.default_backend())

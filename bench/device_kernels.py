@@ -121,14 +121,14 @@ def _scattered(
 
 def _attention_check(run: Run, case: Case, real: bool) -> Check:
     """Compare with plain XLA; where all blocks are selected, bitwise with no selection."""
-    name, layout = run.kernels.attention, case.layout
+    name, layout = run.kernels, case.layout
     offset = case.offset_pages * layout.page_size
     whole = dataclasses.replace(layout, num_pages=layout.num_pages + case.offset_pages)
     against_itself = case.selected == 1.0
     inputs: list[Any] = []
 
     def lower() -> list[Any]:
-        run.kernels.require(layout.heads.head_dim, jnp.dtype(layout.dtype))
+        run.require("kernel", layout.heads.head_dim, layout.dtype)
         chosen, selection = _selection(case)
         tokens = layout.tokens(1)
         pools = _poisoned(whole, _seen(case, chosen), offset)

@@ -14,62 +14,46 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import common
+import jax.numpy as jnp
 from common import Limit
 from device_report import Report
 from device_sizes import Sizes
 from device_timing import Floors
 
-from jaxstate.kernels_pallas import (
-    dispatch,
-    gate_scan_gpu,
-    gate_scan_tpu,
-    kv_write_gpu,
-    kv_write_tpu,
-)
+from jaxstate.kernels_pallas import dispatch
 
 _GRACE_S = 3.0  # for writing the last lines
 _THREADS = 8
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """One platform's kernels.
-
-    Attributes:
-      attention: name of the implementation, see kernels_pallas.dispatch.
-      kv_write, gate_scan: modules.
-      interpret: whether Pallas' interpreter runs them.
-    """
-
-    attention: str
-    kv_write: Any
-    gate_scan: Any
-    interpret: bool = False
-
-    def require(self, head_dim: int, dtype: Any) -> None:
-        """Raise NotImplementedError, with the reason, if attention cannot run here."""
-        name: Any = self.attention
-        # Kernels of Pallas are not kept in files: the folder is not used.
-        dispatch.choose(name, head_dim, dtype, pathlib.Path(tempfile.gettempdir()))
-
-
-KERNELS = {
-    "gpu": Kernels(attention="pallas_gpu", kv_write=kv_write_gpu, gate_scan=gate_scan_gpu),
-    "tpu": Kernels(attention="pallas_tpu", kv_write=kv_write_tpu, gate_scan=gate_scan_tpu),
-}
-INTERPRETED = Kernels(
-    attention="pallas_gpu_interpret", kv_write=kv_write_gpu, gate_scan=gate_scan_gpu, interpret=True
-)
+KERNELS = {"gpu": "pallas_gpu", "tpu": "pallas_tpu"}
+"""Implementations of our own, by jax's name of the platform; see kernels_pallas.dispatch."""
+INTERPRETED = "pallas_gpu_interpret"
 
 
 @dataclasses.dataclass(kw_only=True)
 class Run:
-    """What all jobs share; the first job measures the floors."""
+    """What all jobs share; the first job measures the floors.
+
+    Attributes:
+      kernels: the implementation that is checked and timed.
+    """
 
     report: Report
-    kernels: Kernels
+    kernels: str
     sizes: Sizes
     floors: Floors | None = None
+
+    def implementation(self, name: str) -> str:
+        """Return what "kernel" stands for; other names stand for themselves."""
+        return self.kernels if name == "kernel" else name
+
+    def require(self, name: str, head_dim: int, dtype: str) -> None:
+        """Raise NotImplementedError, with the reason, if an attention cannot run here."""
+        implementation: Any = self.implementation(name)
+        # Kernels of Pallas are not kept in files: the folder is not used.
+        folder = pathlib.Path(tempfile.gettempdir())
+        dispatch.choose(implementation, head_dim, jnp.dtype(dtype), folder)
 
     def floor_ms(self, num_bytes: float, flops: float = 0.0) -> float:
         """Return the least time for moving these bytes while computing this."""

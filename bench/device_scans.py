@@ -16,7 +16,7 @@ from device_run import Check, Run, run_checks
 from device_sizes import Sizes
 from device_timing import measure, noise
 
-from jaxstate.kernels_pallas import gate_scan_xla
+from jaxstate.kernels_pallas import dispatch
 from jaxstate.kernels_pallas.gate_scan_xla import GateSummary
 
 _CAPPED = {"scale": 0.5, "softcap": 20.0}
@@ -55,16 +55,14 @@ def _check(
                 _draw(vocab, hidden_size, dtype, 0.8 if ties else hidden_size**-0.5, whole=ties),
             )
         inputs[:] = [*operands, *_sets(rows, vocab)]
-        kernel = functools.partial(
-            getattr(run.kernels.gate_scan, source), interpret=run.kernels.interpret, **_CAPPED
-        )
+        kernel = functools.partial(getattr(dispatch, source), run.kernels, **_CAPPED)
         plain = functools.partial(_plain, source)
         return [device_problem.lower(function, *inputs) for function in (kernel, plain)]
 
     def compare(kernel: Any, plain: Any) -> float:
         found, expected = kernel(*inputs), plain(*inputs)
         inputs.clear()
-        return _ids_that_differ(found, expected) if ties else _difference(found, expected)
+        return _ids_that_differ(found, expected) if ties else difference(found, expected)
 
     return Check(
         name=f"{source} {'ties' if ties else 'values'} {rows}x{vocab} {dtype}",
@@ -94,7 +92,7 @@ def _plain(source: str, *args: Any) -> GateSummary:
     """Plain XLA in f32."""
     *operands, bits, sets = args
     wide = [one.astype(jnp.float32) for one in operands]
-    return getattr(gate_scan_xla, source)(*wide, bits, sets, **_CAPPED)
+    return getattr(dispatch, source)("xla", *wide, bits, sets, **_CAPPED)
 
 
 def _ids_that_differ(found: GateSummary, expected: GateSummary) -> float:
@@ -102,7 +100,7 @@ def _ids_that_differ(found: GateSummary, expected: GateSummary) -> float:
     return float(sum((np.asarray(a) != np.asarray(b)).sum() for a, b in pairs))
 
 
-def _difference(found: GateSummary, expected: GateSummary) -> float:
+def difference(found: GateSummary, expected: GateSummary) -> float:
     """Return the largest difference of any number; both may be -inf, where a set is small."""
     names = ("top_logits", "allowed_logits", "lse", "entropy")
     worst = []
@@ -141,11 +139,7 @@ def _timing(
     run: Run, source: str, name: str, inputs: Any, key: str, num_bytes: int, flops: float,
     **detail: Any,
 ) -> None:  # fmt: skip
-    function = getattr(gate_scan_xla, source)
-    if name == "kernel":
-        function = functools.partial(
-            getattr(run.kernels.gate_scan, source), interpret=run.kernels.interpret
-        )
+    function = functools.partial(getattr(dispatch, source), run.implementation(name))
     compiled = device_problem.lower(function, *inputs).compile()
     timing = measure(functools.partial(compiled, *inputs))
     floor = run.floor_ms(num_bytes, flops)

@@ -36,7 +36,7 @@ def _installed() -> bool:
         package = importlib.import_module("jaxstate")
     except ImportError:
         return False
-    return pathlib.Path(str(package.__file__)).resolve().is_relative_to(ROOT)
+    return pathlib.Path(str(package.__file__)).resolve() == ROOT / "jaxstate" / "__init__.py"
 
 
 def _link(folder: pathlib.Path) -> None:

@@ -15,7 +15,7 @@ from device_run import Check, Run, run_checks
 from device_sizes import Heads
 from device_timing import measure, noise, require_bytes
 
-from jaxstate.kernels_pallas import kv_write_xla
+from jaxstate.kernels_pallas import dispatch
 
 _PAGE_SIZE = 64
 
@@ -56,8 +56,10 @@ def _check(run: Run, heads: Heads, num_pages: int, tokens: int, dtype: str, of_n
         ]  # fmt: skip
         inputs[:] = [*pools, *new, _cells(tokens, num_pages * _PAGE_SIZE)]
         return [
-            device_problem.lower(_kernel(run), *inputs, donate_argnums=(0, 1)),
-            device_problem.lower(_plain, *inputs),
+            device_problem.lower(
+                functools.partial(dispatch.kv_write, run.kernels), *inputs, donate_argnums=(0, 1)
+            ),
+            device_problem.lower(functools.partial(dispatch.kv_write, "xla"), *inputs),
         ]
 
     def compare(kernel: Any, plain: Any) -> float:
@@ -82,18 +84,6 @@ def _cells(tokens: int, num_cells: int) -> jax.Array:
     return jnp.asarray(cells, jnp.int32)
 
 
-def _kernel(run: Run) -> Any:
-    return functools.partial(run.kernels.kv_write.kv_write, interpret=run.kernels.interpret)
-
-
-def _plain(k_pages: Any, v_pages: Any, k: Any, v: Any, cells: Any) -> tuple[Any, Any]:
-    """Scatter in plain XLA; arguments as in kv_write_gpu."""
-    return (
-        kv_write_xla.kv_write(k_pages, k, cells),
-        kv_write_xla.kv_write(v_pages, v, cells),
-    )
-
-
 @jax.jit
 def _num_different(found: jax.Array, expected: jax.Array) -> jax.Array:
     """Count elements whose bits differ."""
@@ -114,7 +104,8 @@ def timings(run: Run, heads: Heads, num_pages: int, tokens: int) -> None:
     ]  # fmt: skip
     cells = _cells(tokens, num_pages * _PAGE_SIZE)
     moved = 2 * sum(one.nbytes for one in new)
-    for name, function in (("kernel", _kernel(run)), ("xla", _plain)):
+    for name in ("kernel", "xla"):
+        function = functools.partial(dispatch.kv_write, run.implementation(name))
         pools = [noise(np.uint32(s), np.float32(1), shape=shape, dtype="bfloat16") for s in (1, 2)]
         write = device_problem.lower(function, *pools, *new, cells, donate_argnums=(0, 1)).compile()
 
