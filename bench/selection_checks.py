@@ -196,6 +196,7 @@ def _masses(model: LoadedModel, selectors: list[BlockSelector]):
         mixed = jnp.einsum("GQK,GKD->GQD", weights[..., :-1], values, precision="highest")
         mixed += weights[..., -1:] * v[0][:, None]
         still = Angles(cos=jnp.ones((1, head_dim // 2)), sin=jnp.zeros((1, head_dim // 2)))
+        assert pages.bounds is not None
         found = []
         for selector in selectors:
             selection = block_selector.select(

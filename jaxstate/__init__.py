@@ -19,12 +19,14 @@ from jaxstate.functional import (
     query,
     start,
 )
+from jaxstate.kernels_pallas.block_selector import BlockSelector
 from jaxstate.sampling import Sampling
 from jaxstate.snapshot import restore_state, save_state
 from jaxstate.state import StepShape
 
 __all__ = [
     "Answer",
+    "BlockSelector",
     "CapacityError",
     "Engine",
     "EngineConfig",
