@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from platforms import MESHES
 
 from jaxstate.kernels_pallas import attention_gpu, dispatch, rope, work
 from jaxstate.kernels_pallas.selection import BLOCK_CELLS, Selection
@@ -44,20 +45,20 @@ def _lowered(sizes, head_dim: int, dtype, *, selects: bool = False) -> str:
         cells_per_item=pages * page_size,
     )
     angle = array(table, head_dim // 2, dtype=jnp.float32)
-    traced = jax.jit(attend).trace(
-        selection,
-        array(tokens, heads, head_dim),
-        array(tokens, kv_heads, head_dim),
-        array(tokens, kv_heads, head_dim),
-        array(tokens, dtype=ints),
-        array(tokens, dtype=ints),
-        array(tokens, tokens, dtype=bool),
-        pool,
-        pool,
-        (items,),
-        (rope.Angles(cos=angle, sin=angle),),
-    )
-    with jax.numpy_dtype_promotion("strict"):
+    with jax.numpy_dtype_promotion("strict"), jax.sharding.use_abstract_mesh(MESHES["cuda"]):
+        traced = jax.jit(attend).trace(
+            selection,
+            array(tokens, heads, head_dim),
+            array(tokens, kv_heads, head_dim),
+            array(tokens, kv_heads, head_dim),
+            array(tokens, dtype=ints),
+            array(tokens, dtype=ints),
+            array(tokens, tokens, dtype=bool),
+            pool,
+            pool,
+            (items,),
+            (rope.Angles(cos=angle, sin=angle),),
+        )
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 

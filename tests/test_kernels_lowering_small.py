@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from platforms import MESHES
 
 from jaxstate.kernels_pallas import gate_scan_gpu, gate_scan_tpu, kv_write_gpu, kv_write_tpu
 
@@ -12,14 +13,6 @@ VOCAB = 262_144 + 7  # no multiple of any tile
 CALLS = {"cuda": "xla.gpu.triton", "tpu": "tpu_custom_call"}
 SCANS = {"cuda": gate_scan_gpu, "tpu": gate_scan_tpu}
 WRITES = {"cuda": kv_write_gpu.kv_write, "tpu": kv_write_tpu.kv_write}
-# From jax 0.11 on, Triton's lowering asks which device it is for.
-H200 = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="cuda")
-MESHES = {
-    "cuda": jax.sharding.AbstractMesh((), (), abstract_device=H200),
-    "tpu": jax.sharding.AbstractMesh((), ()),
-}
-# jax 0.12 announces the end of Triton kernels; until then they are what 0.10 to 0.12 all take.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 platforms = pytest.mark.parametrize("platform", ["cuda", "tpu"])
 dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 
