@@ -46,12 +46,12 @@ class Case:
 def attention_checks(run: Run, heads: Heads, dtype: str, *, real: bool) -> None:
     """Check every kind of attention at these heads."""
     checks = [
-        _attention_check(run, case, real) for case in _cases(heads, dtype, run.sizes, real=real)
+        attention_check(run, case, real) for case in cases(heads, dtype, run.sizes, real=real)
     ]
     run_checks(run, checks)
 
 
-def _cases(heads: Heads, dtype: str, sizes: Sizes, *, real: bool) -> list[Case]:
+def cases(heads: Heads, dtype: str, sizes: Sizes, *, real: bool) -> list[Case]:
     """Decode, group, prefill, window and selection, over scattered and shifted stretches."""
     rng = np.random.default_rng(heads.head_dim)
     context = sizes.real_context if real else 150
@@ -119,7 +119,7 @@ def _scattered(
     return found
 
 
-def _attention_check(run: Run, case: Case, real: bool) -> Check:
+def attention_check(run: Run, case: Case, real: bool) -> Check:
     """Compare with plain XLA; where all blocks are selected, bitwise with no selection."""
     name, layout = run.kernels, case.layout
     offset = case.offset_pages * layout.page_size

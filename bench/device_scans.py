@@ -33,7 +33,7 @@ def checks(run: Run, dtypes: Sequence[str], rows: int, vocab: int, hidden_size: 
     run_checks(
         run,
         [
-            _check(run, rows, vocab, hidden_size, dtype, source=source, ties=ties)
+            scan_check(run, rows, vocab, hidden_size, dtype, source=source, ties=ties)
             for dtype in dtypes
             for source in ("gate_scan_hidden", "gate_scan")
             for ties in (True, False)
@@ -41,9 +41,10 @@ def checks(run: Run, dtypes: Sequence[str], rows: int, vocab: int, hidden_size: 
     )
 
 
-def _check(
+def scan_check(
     run: Run, rows: int, vocab: int, hidden_size: int, dtype: str, *, source: str, ties: bool
 ) -> Check:
+    """Return the check of one scan: "gate_scan_hidden" or "gate_scan", of ids or of numbers."""
     inputs: list[Any] = []
 
     def lower() -> list[Any]:
