@@ -1,0 +1,251 @@
+"""What runs in the next step: a pure function of what waits, what is free, and the time.
+
+No arrays, threads or clock. The worker turns requests into jobs, asks for a plan, runs it, and
+asks again; a simulator drives the same function with recorded arrivals.
+
+The order: running answers first, each its next token; then what has waited past its class's limit;
+then by class, questions before appends before what nobody waits for. Work that nobody waits for
+(Flash evaluations, pre-positioning, maintenance) runs in steps that would be idle, until it is
+overdue. A step is bounded in tokens, so that a question waits for one step at most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+
+class JobClass(enum.IntEnum):
+    """Who waits for a job; lower values go first."""
+
+    QUERY = 0
+    APPEND = 1
+    FLASH = 2
+    ADVANCE = 3
+    MAINTENANCE = 4
+
+    @property
+    def is_background(self) -> bool:
+        """Whether nobody waits for it."""
+        return self >= JobClass.FLASH
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """Tokens that wait to be forwarded.
+
+    Attributes:
+      job_id: unique; later jobs have larger ids.
+      job_class: see JobClass.
+      session: its session; appends of one session run in the order of their ids.
+      tokens: to be forwarded, at least 1.
+      started: some of it has run.
+      decodes: it is a running answer, whose next token is all it can forward.
+      outputs: rows of output it needs in the step that forwards its last token.
+      pages: to be reserved before it starts, all that it can ever need; 0 once it has started.
+      arrived: seconds on any clock; of a running answer, when its last token was drawn.
+      deadline: on the same clock; a job that has not started by then is not run.
+      after: jobs that must be done before.
+    """
+
+    job_id: int
+    job_class: JobClass
+    session: str
+    tokens: int
+    started: bool = False
+    decodes: bool = False
+    outputs: int = 1
+    pages: int = 0
+    arrived: float
+    deadline: float = math.inf
+    after: frozenset[int] = frozenset()
+
+
+AGE_S: Mapping[JobClass, float] = {
+    JobClass.QUERY: 1.0,
+    JobClass.APPEND: 2.0,
+    JobClass.FLASH: 10.0,
+    JobClass.ADVANCE: 60.0,
+    JobClass.MAINTENANCE: 300.0,
+}
+"""Seconds after which a waiting job is overdue and goes before those that are not."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one step may hold.
+
+    Attributes:
+      tokens: most tokens of a step; what an urgent question may have to wait for.
+      rows: most rows of output.
+      age_s: see AGE_S.
+    """
+
+    tokens: int
+    rows: int
+    age_s: Mapping[JobClass, float] = dataclasses.field(default_factory=lambda: dict(AGE_S))
+
+    def __post_init__(self):
+        """Check ranges."""
+        for name in ("tokens", "rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        missing = [job_class.name for job_class in JobClass if job_class not in self.age_s]
+        if missing:
+            raise ValueError(f"age_s: expected a limit for every class, none for {missing}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Tokens of one job that run in the step, and whether they are its last."""
+
+    job_id: int
+    tokens: int
+    last: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """One step.
+
+    Attributes:
+      decodes: jobs that forward their next token, in the order of their ids.
+      pieces: what else is forwarded.
+      expired: jobs to be ended unrun: their deadline has passed.
+      short_of_pages: jobs that would run now if pages were free, the first in line first.
+    """
+
+    decodes: tuple[int, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    expired: tuple[int, ...] = ()
+    short_of_pages: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the step forwards."""
+        return len(self.decodes) + sum(piece.tokens for piece in self.pieces)
+
+
+def plan(jobs: Sequence[Job], limits: Limits, free_pages: int, now: float) -> StepPlan:
+    """Choose the next step; the order of `jobs` does not matter.
+
+    With more running answers than rows, those go on whose last token is oldest; while questions
+    wait, they leave a row and a quarter of the tokens to one. Overdue work that nobody waits for
+    takes at most half of what running answers leave, so that questions go on. Where the first in
+    line is short of pages, others may pass it until it is overdue; from then on pages are kept
+    for it.
+
+    Args:
+      free_pages: pages that no one holds or has reserved.
+    """
+    expired = {job.job_id for job in jobs if job.deadline <= now and not job.started}
+    runnable = _runnable([job for job in jobs if job.job_id not in expired])
+    waiting = [job for job in runnable if not job.decodes]
+    most_decodes = min(limits.rows, limits.tokens)
+    if any(job.job_class is JobClass.QUERY for job in waiting):
+        most_decodes = max(min(limits.rows - 1, limits.tokens * 3 // 4), 1)
+    decodes = sorted(
+        (job for job in runnable if job.decodes), key=lambda job: (job.arrived, job.job_id)
+    )[:most_decodes]
+    step = _Step(
+        limits=limits,
+        tokens=limits.tokens - len(decodes),
+        rows=limits.rows - sum(job.outputs for job in decodes),
+        pages=free_pages,
+    )
+    turns = _turns(waiting)
+
+    def overdue_since(job: Job) -> float:
+        return job.arrived + limits.age_s[job.job_class]
+
+    def by_class(job: Job):
+        return job.job_class, job.deadline, turns[job.job_id], job.arrived, job.job_id
+
+    overdue = [job for job in waiting if overdue_since(job) <= now]
+    overdue.sort(key=lambda job: (overdue_since(job), job.job_id))
+    fresh = sorted((job for job in waiting if overdue_since(job) > now), key=by_class)
+    foreground = [job for job in fresh if not job.job_class.is_background]
+    waited_for = bool(foreground) or any(not job.job_class.is_background for job in overdue)
+    half = step.tokens // 2 if waited_for else step.tokens
+    for job in overdue:
+        if job.job_class.is_background:
+            half -= step.take(job, most=half, keep_pages=True)
+        else:
+            step.take(job, most=step.tokens, keep_pages=True)
+    for job in foreground:
+        step.take(job, most=step.tokens, keep_pages=False)
+    if not decodes and not step.pieces:
+        for job in fresh[len(foreground) :]:
+            step.take(job, most=step.tokens, keep_pages=False)
+    return StepPlan(
+        decodes=tuple(sorted(job.job_id for job in decodes)),
+        pieces=tuple(step.pieces),
+        expired=tuple(sorted(expired)),
+        short_of_pages=tuple(step.short),
+    )
+
+
+def _runnable(jobs: Sequence[Job]) -> list[Job]:
+    """Jobs that wait for no other one: all of `after` is gone, earlier appends of a session too."""
+    alive = {job.job_id for job in jobs}
+    first: dict[str, int] = {}
+    for job in jobs:
+        if job.job_class is JobClass.APPEND:
+            first[job.session] = min(first.get(job.session, job.job_id), job.job_id)
+    return [
+        job
+        for job in jobs
+        if not job.after & alive
+        and (job.job_class is not JobClass.APPEND or first[job.session] == job.job_id)
+    ]
+
+
+def _turns(jobs: Sequence[Job]) -> dict[int, int]:
+    """How many jobs of the same session and class stand before each: sessions take turns."""
+    seen: defaultdict[tuple[str, JobClass], int] = defaultdict(int)
+    turns = {}
+    for job in sorted(jobs, key=lambda job: job.job_id):
+        key = (job.session, job.job_class)
+        turns[job.job_id] = seen[key]
+        seen[key] += 1
+    return turns
+
+
+@dataclasses.dataclass
+class _Step:
+    """What is left of a step while it is filled."""
+
+    limits: Limits
+    tokens: int
+    rows: int
+    pages: int
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    short: list[int] = dataclasses.field(default_factory=list)
+
+    def take(self, job: Job, *, most: int, keep_pages: bool) -> int:
+        """Take what fits of a job and return its tokens.
+
+        Args:
+          most: tokens it may have.
+          keep_pages: leave no pages to those behind it if there are too few for it.
+        """
+        if job.pages > self.pages:
+            self.short.append(job.job_id)
+            if keep_pages:
+                self.pages = 0
+            return 0
+        tokens = min(job.tokens, most, self.tokens)
+        last = tokens == job.tokens
+        if last and job.outputs > self.rows:
+            # All but its last token may run; the rest finds rows in a later step.
+            tokens, last = tokens - 1, False
+        if tokens < 1:
+            return 0
+        self.pieces.append(Piece(job_id=job.job_id, tokens=tokens, last=last))
+        self.tokens -= tokens
+        self.rows -= job.outputs if last else 0
+        self.pages -= job.pages
+        return tokens

@@ -1,0 +1,266 @@
+"""The pure plan of a step: who goes first, who waits, and for how long at most."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_simulator import Arrival, simulate
+
+from jaxstate.plan import AGE_S, Job, JobClass, Limits, Piece, plan
+
+SETTINGS = settings(max_examples=200, deadline=None, derandomize=True)
+LIMITS = Limits(tokens=32, rows=4)
+
+
+def _job(job_id, job_class=JobClass.QUERY, **changes):
+    how = dict(session=f"s{job_id}", tokens=5, arrived=0.0) | changes
+    return Job(job_id=job_id, job_class=job_class, **how)
+
+
+def _pieces(step):
+    return {piece.job_id: piece.tokens for piece in step.pieces}
+
+
+jobs_lists = st.lists(
+    st.builds(
+        dict,
+        job_class=st.sampled_from(JobClass),
+        session=st.sampled_from("abc"),
+        tokens=st.sampled_from([1, 2, 7, 30, 100]),
+        started=st.booleans(),
+        decodes=st.integers(0, 3).map(lambda n: n == 0),
+        outputs=st.sampled_from([0, 1, 3]),
+        pages=st.sampled_from([0, 2, 5]),
+        arrived=st.sampled_from([0.0, 5.0, 9.0, 9.5]),
+        deadline=st.sampled_from([math.inf, 4.0, 10.0, 11.0]),
+        after=st.sets(st.integers(0, 5), max_size=1),
+    ),
+    max_size=9,
+)
+
+
+def _jobs(drawn):
+    jobs = []
+    for job_id, fields in enumerate(drawn):
+        fields = dict(fields)
+        if fields["decodes"]:
+            fields |= dict(tokens=1, outputs=1, started=True, job_class=JobClass.QUERY)
+        if fields["started"]:
+            fields["pages"] = 0
+        fields["after"] = frozenset(other for other in fields["after"] if other < job_id)
+        jobs.append(Job(job_id=job_id, **fields))
+    return jobs
+
+
+@SETTINGS
+@given(jobs_lists, st.integers(1, 6), st.integers(1, 40), st.integers(0, 8), st.randoms())
+def test_any_plan_keeps_to_its_limits_and_to_the_jobs(drawn, rows, tokens, free, random):
+    jobs = _jobs(drawn)
+    limits = Limits(tokens=tokens, rows=rows)
+    step = plan(jobs, limits, free, now=10.0)
+    by_id = {job.job_id: job for job in jobs}
+    assert step.tokens <= tokens
+    finished = [by_id[piece.job_id] for piece in step.pieces if piece.last]
+    assert len(step.decodes) + sum(job.outputs for job in finished) <= rows or not finished
+    assert len(step.decodes) <= rows
+    assert sum(by_id[piece.job_id].pages for piece in step.pieces) <= free
+    planned = [*step.decodes, *(piece.job_id for piece in step.pieces)]
+    assert len(planned) == len(set(planned))
+    for piece in step.pieces:
+        job = by_id[piece.job_id]
+        assert 1 <= piece.tokens <= job.tokens and piece.last == (piece.tokens == job.tokens)
+        assert not job.after & set(by_id) - set(step.expired)
+        assert job.started or job.deadline > 10.0
+    assert set(step.expired) == {
+        job.job_id for job in jobs if job.deadline <= 10.0 and not job.started
+    }
+    assert all(by_id[job_id].pages > 0 for job_id in step.short_of_pages)
+    for job_id in planned:
+        job = by_id[job_id]
+        if job.job_class is JobClass.APPEND:
+            assert not any(
+                other.job_class is JobClass.APPEND and other.session == job.session
+                and other.job_id < job_id and other.job_id not in step.expired
+                for other in jobs
+            )  # fmt: skip
+    shuffled = list(jobs)
+    random.shuffle(shuffled)
+    assert plan(shuffled, limits, free, now=10.0) == step
+
+
+@SETTINGS
+@given(jobs_lists)
+def test_something_runs_whenever_something_can(drawn):
+    jobs = [dataclasses.replace(job, pages=0, deadline=math.inf) for job in _jobs(drawn)]
+    step = plan(jobs, Limits(tokens=8, rows=4), 0, now=10.0)
+    assert bool(step.tokens) == bool(jobs)
+
+
+def test_running_answers_come_first_and_a_question_joins_their_step():
+    answers = [_job(n, tokens=1, decodes=True, started=True) for n in range(3)]
+    append = _job(5, JobClass.APPEND, tokens=100, outputs=0)
+    question = _job(9, tokens=20)
+    step = plan([append, question, *answers], LIMITS, 10, now=0.1)
+    assert step.decodes == (0, 1, 2)
+    assert step.pieces == (
+        Piece(job_id=9, tokens=20, last=True), Piece(job_id=5, tokens=9, last=False),
+    )  # fmt: skip
+
+
+def test_more_answers_than_rows_take_turns_and_leave_a_row_to_a_question():
+    answers = [_job(n, tokens=1, decodes=True, started=True, arrived=-n) for n in range(6)]
+    assert plan(answers, LIMITS, 0, now=0.1).decodes == (2, 3, 4, 5)
+    step = plan([*answers, _job(9)], LIMITS, 0, now=0.1)
+    assert step.decodes == (3, 4, 5)
+    assert _pieces(step) == {9: 5}
+
+
+def test_short_appends_of_many_sessions_are_packed_into_one_step():
+    appends = [_job(n, JobClass.APPEND, outputs=0) for n in range(6)]
+    assert _pieces(plan(appends, LIMITS, 0, now=0.1)) == dict.fromkeys(range(6), 5)
+
+
+def test_sessions_take_turns_within_a_class():
+    flood = [_job(n, session="loud", tokens=16) for n in range(5)]
+    step = plan([*flood, _job(9, session="quiet", tokens=16)], LIMITS, 0, now=0.1)
+    assert _pieces(step) == {0: 16, 9: 16}
+
+
+def test_nearer_deadlines_go_first_and_passed_ones_are_not_run():
+    jobs = [_job(0, tokens=20), _job(1, tokens=20, deadline=1.0), _job(2, deadline=0.05)]
+    step = plan(jobs, LIMITS, 0, now=0.1)
+    assert step.expired == (2,)
+    assert _pieces(step) == {1: 20, 0: 12}
+
+
+def test_what_has_started_is_finished_past_its_deadline():
+    assert _pieces(plan([_job(0, deadline=0.05, started=True)], LIMITS, 0, now=0.1)) == {0: 5}
+
+
+def test_idle_work_waits_until_nothing_else_does_or_it_is_overdue():
+    flash = _job(0, JobClass.FLASH, tokens=50)
+    append = _job(1, JobClass.APPEND, tokens=50, outputs=0, arrived=10.4)
+    assert _pieces(plan([flash, append], LIMITS, 0, now=9.9)) == {1: 32}
+    assert _pieces(plan([flash], LIMITS, 0, now=9.9)) == {0: 32}
+    overdue = plan([flash, append], LIMITS, 0, now=10.5)
+    assert _pieces(overdue) == {0: 16, 1: 16}
+
+
+def test_a_job_that_waits_for_another_runs_behind_it():
+    jobs = [_job(0, JobClass.APPEND), _job(1, after=frozenset({0}))]
+    assert _pieces(plan(jobs, LIMITS, 0, now=0.1)) == {0: 5}
+    assert _pieces(plan(jobs[1:], LIMITS, 0, now=0.1)) == {1: 5}
+
+
+def test_small_ones_pass_a_job_short_of_pages_until_it_is_overdue():
+    large, small = _job(0, pages=8), _job(1, pages=2, arrived=0.9)
+    step = plan([large, small], LIMITS, 4, now=0.95)
+    assert (_pieces(step), step.short_of_pages) == ({1: 5}, (0,))
+    step = plan([large, small], LIMITS, 4, now=1.0)
+    assert (_pieces(step), step.short_of_pages) == ({}, (0, 1))
+
+
+def test_a_job_with_more_outputs_than_rows_are_left_runs_but_for_its_last_token():
+    jobs = [_job(0, outputs=3), _job(1, outputs=3)]
+    assert plan(jobs, LIMITS, 0, now=0.1).pieces == (
+        Piece(job_id=0, tokens=5, last=True), Piece(job_id=1, tokens=4, last=False),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [dict(tokens=0), dict(rows=0), dict(age_s={})])
+def test_limits_that_make_no_sense_are_refused(changes):
+    with pytest.raises(ValueError, match="expected"):
+        Limits(**dict(tokens=32, rows=4) | changes)
+
+
+# Recorded arrivals
+
+
+def _poisson(rng, rate, until):
+    return np.cumsum(rng.exponential(1 / rate, int(2 * rate * until) + 20)).tolist()
+
+
+def _mixed(seed, *, share, until=60.0):
+    """A minute of appends, questions and Flash evaluations that fill a share of the time.
+
+    A token costs 1 ms and a step 4 ms.
+    """
+    rng = np.random.default_rng(seed)
+    arrivals = []
+    for job_class, tokens, answer, part in (
+        (JobClass.APPEND, (5, 60), 0, 0.4),
+        (JobClass.QUERY, (8, 30), 4, 0.4),
+        (JobClass.FLASH, (20, 40), 4, 0.15),
+        (JobClass.ADVANCE, (10, 20), 1, 0.05),
+    ):
+        cost = 0.001 * (np.mean(tokens) + answer) + 0.004 * (1 + answer)
+        for at in _poisson(rng, part * share / cost, until):
+            if at < until:
+                arrivals.append(
+                    Arrival(
+                        at=at, job_class=job_class, session=f"s{rng.integers(16)}",
+                        tokens=int(rng.integers(*tokens)), answer_tokens=answer,
+                    )
+                )  # fmt: skip
+    return sorted(arrivals, key=lambda arrival: arrival.at)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_waits_past_its_limit_at_four_fifths_of_the_capacity(seed):
+    arrivals = _mixed(seed, share=0.8)
+    record = simulate(arrivals, Limits(tokens=64, rows=8))
+    for arrival, outcome in zip(arrivals, record.outcomes, strict=True):
+        assert outcome.ended is not None
+        assert outcome.started <= AGE_S[arrival.job_class] + 0.5
+    queries = np.asarray(record.sojourns(arrivals)[JobClass.QUERY])
+    assert np.percentile(queries, 99) <= 8 * np.median(queries)
+
+
+def test_a_question_starts_in_the_step_after_it_came_whatever_else_waits():
+    rng = np.random.default_rng(0)
+    appends = [
+        Arrival(at=0.0, job_class=JobClass.APPEND, session=f"s{n}", tokens=4000) for n in range(4)
+    ]
+    asked = [
+        Arrival(at=at, job_class=JobClass.QUERY, session="q", tokens=20, answer_tokens=4)
+        for at in np.sort(rng.uniform(0, 0.9, 12)).tolist()
+    ]
+    arrivals = [*appends, *asked]
+    limits = Limits(tokens=64, rows=8, age_s={**AGE_S, JobClass.APPEND: 1e9})
+    record = simulate(arrivals, limits)
+    longest_step = 0.004 + 0.064
+    for outcome in record.outcomes[len(appends) :]:
+        assert outcome.started <= longest_step + 1e-9
+
+
+def test_overdue_appends_go_on_under_a_flood_of_questions():
+    flood = [
+        Arrival(at=0.02 * n, job_class=JobClass.QUERY, session=f"s{n % 9}", tokens=30,
+                answer_tokens=2)
+        for n in range(500)
+    ]  # fmt: skip
+    append = Arrival(at=0.0, job_class=JobClass.APPEND, session="feed", tokens=200)
+    arrivals = [append, *flood]
+    outcome = simulate(arrivals, Limits(tokens=32, rows=4)).outcomes[0]
+    assert outcome.ended <= AGE_S[JobClass.APPEND] + 1.0
+
+
+def test_ended_requests_give_all_pages_back():
+    rng = np.random.default_rng(1)
+    arrivals = [
+        Arrival(at=float(at), job_class=JobClass.QUERY, session=f"s{n}", tokens=10,
+                answer_tokens=3, pages=int(rng.integers(1, 6)), deadline_s=0.3)
+        for n, at in enumerate(np.sort(rng.uniform(0, 0.4, 60)))
+    ]  # fmt: skip
+    record = simulate(arrivals, LIMITS, pages=8)
+    for _, step, jobs in record.steps:
+        assert all(job.pages <= 8 for job in jobs) and step.tokens <= LIMITS.tokens
+    ended = [outcome for outcome in record.outcomes if outcome.ended is not None]
+    expired = [outcome for outcome in record.outcomes if outcome.expired]
+    assert ended and expired and len(ended) + len(expired) == len(arrivals)
+    assert all(outcome.started < 0.3 for outcome in ended)
