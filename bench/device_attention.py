@@ -20,7 +20,8 @@ from jaxstate.rows import Group
 from jaxstate.state import StepShape
 
 _PAGE_SIZE = 64
-_MOST_LAYERS = 32
+_MOST_LAYERS = 16
+_MOST_XLA_LAYERS = 4  # its loops take long to compile
 MOST_XLA_CELLS = 64 * 8192
 """Plain XLA visits stretches of 1,024 cells one after another: more of them take seconds."""
 
@@ -70,7 +71,7 @@ def _timing(
     run: Run, name: str, key: str, groups: Sequence[Group], shape: StepShape, *, cells: int,
     pairs: float, **detail: Any,
 ) -> None:  # fmt: skip
-    """Time one layer of several, each with a pool of its own, so that caches do not help.
+    """Time one layer of several, each with a pool of its own.
 
     Args:
       cells: of the pool, all of which are read.
@@ -78,7 +79,7 @@ def _timing(
     """
     heads = run.sizes.real
     num_bytes = cells * heads.bytes_per_cell
-    layers = _num_layers(run.sizes, num_bytes)
+    layers = _num_layers(run.sizes, num_bytes, name)
     if name == "xla" and cells > MOST_XLA_CELLS:
         raise NotImplementedError(f"plain XLA is timed up to {MOST_XLA_CELLS} cells")
     implementation = run.implementation(name)
@@ -108,8 +109,13 @@ def layout_of(heads: Heads, groups: Sequence[Group], shape: StepShape, cells: in
     )  # fmt: skip
 
 
-def _num_layers(sizes: Sizes, num_bytes: int) -> int:
-    return min(max(math.ceil(sizes.pool_bytes / num_bytes), 1), _MOST_LAYERS)
+def _num_layers(sizes: Sizes, num_bytes: int, name: str) -> int:
+    """Layers that are timed together: more than caches hold, with the plan that all of them share.
+
+    A step makes that plan once, too.
+    """
+    most = _MOST_XLA_LAYERS if name == "xla" else _MOST_LAYERS
+    return min(max(math.ceil(sizes.pool_bytes / num_bytes), 1), most)
 
 
 def dot_product(run: Run, rows: int, context: int, *, shared: bool) -> None:
@@ -121,7 +127,7 @@ def dot_product(run: Run, rows: int, context: int, *, shared: bool) -> None:
     heads = run.sizes.real
     sequences, tokens = (1, rows) if shared else (rows, 1)
     num_bytes = sequences * context * heads.bytes_per_cell
-    layers = _num_layers(run.sizes, num_bytes)
+    layers = _num_layers(run.sizes, num_bytes, "dot_product")
     key = f"{'group' if shared else 'decode'} dot_product {rows}x{context}"
     require_bytes(layers * num_bytes, f"{key}: keys and values")
     draw = functools.partial(noise, dtype="bfloat16")

@@ -3,9 +3,18 @@
     python bench/device_check.py --part kernels [--out FILE] [--only NAME …] [--tiny]
 
 Runs on whatever accelerator jax finds, with nothing beyond jax, numpy and flax, from a checkout
-that need not be installed. JSON lines go to stdout and to FILE, progress and a table to stderr.
-The exit code is 1 if a check does not hold or something raised. bench/README.md says what every
-line and bar means.
+that need not be installed, and ends within eight minutes. JSON lines go to stdout and to FILE,
+progress and a table to stderr. A line is about one of these:
+
+- "check": what must be right, against plain XLA in f32; "measured", "limit", "holds".
+- "timing": milliseconds of a call, warm, median over rounds; "floor" is what moving its bytes and
+  computing its products takes at best, at rates of the same run, "ratio" the time divided by it.
+  Attention is timed per layer of several ("layers").
+- "measure" with "measured": null: what was not measured, and the reason.
+- "bar": a number with a limit, decided on one kind of device, else "holds": null.
+- "arm": the device with its rates, and the model.
+
+The exit code is 1 if a check does not hold, something raised or the deadline cut a job short.
 """
 
 from __future__ import annotations

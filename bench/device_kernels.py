@@ -89,7 +89,7 @@ def cases(heads: Heads, dtype: str, sizes: Sizes, *, real: bool) -> list[Case]:
         return [Group(rows=[device_problem.row(context, tokens, seen(context, free))])]
 
     rows = len(lengths)
-    cases = [
+    found = [
         case("decode", rows, 1, 8 * rows, decode),
         case("group", together, together, 8 + together, group),
         case("prefill", tokens, tokens, 8, prefill),
@@ -100,8 +100,8 @@ def cases(heads: Heads, dtype: str, sizes: Sizes, *, real: bool) -> list[Case]:
     ]
     if real and dtype == "bfloat16" and sizes.huge_pages:
         far = sizes.huge_pages
-        cases.append(case("decode far out", rows, 1, 8 * rows, decode, offset_pages=far))
-    return cases
+        found.append(case("decode far out", rows, 1, 8 * rows, decode, offset_pages=far))
+    return found
 
 
 def _scattered(

@@ -43,6 +43,7 @@ class Report:
     Attributes:
       found: what was timed, by name: "ms", "floor_ms", rounds "n", and details.
       failed: names of checks that do not hold and of work that raised.
+      lock: for whoever changes or reads these, or writes: two threads may.
     """
 
     def __init__(self, *, command: str, commit: str | None, path: pathlib.Path | None):
@@ -76,21 +77,24 @@ class Report:
     def check(self, name: str, measured: float, limit: Limit, *, unit: str, **detail: Any) -> None:
         """Write what a check found; NaN holds nothing."""
         holds = limit.holds(measured)
-        self._checks += 1
-        if not holds:
-            self.failed.append(name)
-        self.line(
-            check=name, measured=measured, unit=unit, n=1, limit=str(limit), holds=holds, **detail
-        )
+        with self.lock:
+            self._checks += 1
+            if not holds:
+                self.failed.append(name)
+            self.line(
+                check=name, measured=measured, unit=unit, n=1, limit=str(limit), holds=holds,
+                **detail,
+            )  # fmt: skip
 
     def timing(self, name: str, timing: Timing, floor_ms: float, **detail: Any) -> None:
         """Write a timing beside its floor."""
         count = len(timing.samples_ms)
-        self.found[name] = {"ms": timing.ms, "floor_ms": floor_ms, "n": count, **detail}
-        self.line(
-            timing=name, measured=timing.ms, unit="ms", n=count, dispatches=timing.dispatches,
-            samples_ms=timing.samples_ms, floor=floor_ms, ratio=timing.ms / floor_ms, **detail,
-        )  # fmt: skip
+        with self.lock:
+            self.found[name] = {"ms": timing.ms, "floor_ms": floor_ms, "n": count, **detail}
+            self.line(
+                timing=name, measured=timing.ms, unit="ms", n=count, dispatches=timing.dispatches,
+                samples_ms=timing.samples_ms, floor=floor_ms, ratio=timing.ms / floor_ms, **detail,
+            )  # fmt: skip
 
     def skipped(self, name: str, reason: str, **detail: Any) -> None:
         """Write what was not measured, and why."""

@@ -108,9 +108,13 @@ def run_jobs(
             if ended:
                 return
             report.failed.append(f"{todo[0].name}: still running at the deadline")
-            for job in todo:
-                report.skipped(job.name, f"the deadline passed while {todo[0].name} ran")
-            os._exit(finish())
+            code = 1
+            try:
+                for job in todo:
+                    report.skipped(job.name, f"the deadline passed while {todo[0].name} ran")
+                code = finish()
+            finally:
+                os._exit(code)
 
     watchdog = threading.Timer(max(left() - _GRACE_S, 0), late)
     watchdog.daemon = True

@@ -44,8 +44,7 @@ class Sizes:
       rows, contexts: the grid of decode timings.
       group_rows: rows that share one context of `context` cells.
       context: of the bars.
-      pool_bytes: keys and values that a timing reads at least, in layers of their own: more than
-        caches hold.
+      pool_bytes: keys and values that a timing reads at least, if few layers hold so many.
       vocabularies: (vocab_size, hidden_size) of the gate scans.
       model: of the whole step.
       queries: contexts of the 32-token queries.
@@ -105,7 +104,7 @@ FULL = Sizes(
     contexts=(1024, 8192, 65536, 131072),
     group_rows=(1, 16, 64),
     context=8192,
-    pool_bytes=512 * 2**20,
+    pool_bytes=8 * 2**30,
     vocabularies=((128256, 4096), (262144, 2560)),
     model=LLAMA_8B,
     queries=(8192, 32768, 131072),
