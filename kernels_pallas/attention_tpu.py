@@ -37,9 +37,8 @@ from jaxstate.kernels_pallas.selection import BLOCK_CELLS, Selection
 from jaxstate.kernels_pallas.work import NUM_COLUMNS, WorkList, used_items
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-_MAX_TILE_BYTES = 2**19  # keys of a tile, all heads; the ring has four of keys and four of values
-_TILE_BYTES = 2**18  # where few heads leave room for more cells
-_MIN_TILE_CELLS, _MAX_TILE_CELLS = 128, 512
+_TILE_BYTES = 2**19  # keys of a tile, all heads; the ring has four of keys and four of values
+_MIN_TILE_CELLS, _MAX_TILE_CELLS = 256, 512
 _MAX_ROWS = 256  # query rows of a chunk: products are then bound by arithmetic
 _MAX_SUMS = 2**18  # heads * query rows * head_dim; what has that shape takes 6 MiB of VMEM's 16
 _SMEM_BYTES = 7 * 2**17  # of 1 MiB
@@ -147,7 +146,7 @@ def _tile_heads(k_pages: jax.Array) -> int:
     """KV heads of a tile; half of all at most, where there are more than one."""
     kv_heads, _, _, head_dim = k_pages.shape
     head_bytes = _MIN_TILE_CELLS * _lanes(head_dim) * k_pages.dtype.itemsize
-    return _largest_divisor(kv_heads, min(_MAX_TILE_BYTES // head_bytes, kv_heads))
+    return _largest_divisor(kv_heads, min(_TILE_BYTES // head_bytes, kv_heads))
 
 
 def _context(
@@ -259,6 +258,7 @@ def _context(
             pltpu.VMEM((BUFFERS, lists, 2, head_dim), jnp.float32),
             pltpu.VMEM((BUFFERS, heads, tile_cells, head_dim), k_pages.dtype),
             pltpu.VMEM((BUFFERS, heads, tile_cells, head_dim), v_pages.dtype),
+            pltpu.VMEM((2, padded_rows, LANES), jnp.int32),
             pltpu.VMEM((heads, padded_rows, LANES), jnp.float32),
             pltpu.VMEM((heads, padded_rows, LANES), jnp.float32),
             pltpu.SemaphoreType.DMA((BUFFERS, lists)),

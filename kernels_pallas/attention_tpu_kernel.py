@@ -195,7 +195,7 @@ class _Copies:
 
 def attend(
     blocks_ref, visits_ref, items_ref, rows_ref, q_ref, angles_hbm, k_hbm, v_hbm,
-    stats_ref, mixed_ref, turned, angles, k_tiles, v_tiles, peaks, totals, arrived, *,
+    stats_ref, mixed_ref, turned, angles, k_tiles, v_tiles, rows, peaks, totals, arrived, *,
     chunks, window, precision,
 ):  # fmt: skip
     """Attend one chunk of query tokens to the context, for a run of heads.
@@ -211,10 +211,11 @@ def attend(
       turned: like q_ref, queries rotated for the tile.
       angles, k_tiles, v_tiles: rings, [BUFFERS, lists, 2, head_dim] f32 and
         [BUFFERS, heads, cells of a tile, head_dim].
-      peaks, totals: [heads, rows, LANES] f32, the same in all lanes.
+      rows: [2, rows, LANES] int32, and peaks, totals: [heads, rows, LANES] f32, the same in all
+        lanes: spreading a column over lanes is what costs most here.
       arrived: [BUFFERS, lists] semaphores.
     """
-    heads, num_rows, _ = q_ref.shape
+    heads, num_rows, head_dim = q_ref.shape
     lists = visits_ref.shape[0]
     heads_per_list = heads // lists
     tile_cells = k_tiles.shape[2]
@@ -250,23 +251,24 @@ def attend(
             _zero_unused(tables, one, tile, v_tiles.at[slot], heads_of(one))
         # One straight line of code: what one head waits for is filled with the others' work.
         for one, tile in enumerate(tiles):
-            visible = _visible(tables, one, tile, rows_ref, tile_cells, window)
+            visible = _visible(tables, one, tile, rows, tile_cells, window)
             for head in heads_of(one):
                 scores = _product(turned[head], k_tiles[slot, head], 1, precision)
                 scores = jnp.where(visible, scores, MASKED)  # [rows, cells]
-                peak_before = peaks[head][:, :1]
-                peak = jnp.maximum(peak_before, scores.max(axis=1, keepdims=True))
-                kept = jnp.exp(peak_before - peak)
-                weights = jnp.where(visible, jnp.exp(scores - peak), 0)
-                total = totals[head][:, :1] * kept + weights.sum(axis=1, keepdims=True)
-                peaks[head] = jnp.broadcast_to(peak, (num_rows, LANES))
-                totals[head] = jnp.broadcast_to(total, (num_rows, LANES))
-                mixed_ref[head] = mixed_ref[head] * kept + _product(
+                peak = jnp.maximum(peaks[head], scores.max(axis=1, keepdims=True))
+                kept = jnp.exp(peaks[head] - peak)
+                weights = jnp.exp(scores - _lanes(peak, tile_cells))
+                peaks[head] = peak
+                totals[head] = totals[head] * kept + weights.sum(axis=1, keepdims=True)
+                mixed_ref[head] = mixed_ref[head] * _lanes(kept, head_dim) + _product(
                     weights.astype(turned.dtype), v_tiles[slot, head], 0, precision
                 )
         return after(tiles), after(ahead)
 
-    peaks[...] = jnp.full_like(peaks, MASKED)
+    for column in range(2):
+        rows[column] = jnp.broadcast_to(rows_ref[:, column : column + 1], (num_rows, LANES))
+    # Above what is masked, so that this weighs 0 even where all so far is.
+    peaks[...] = jnp.full_like(peaks, MASKED / 2)
     totals[...] = jnp.zeros_like(totals)
     mixed_ref[...] = jnp.zeros_like(mixed_ref)
     tiles = [tables.first(one) for one in range(lists)]
@@ -314,7 +316,7 @@ def _zero_unused(tables: _Tables, one, tile: _Tile, values, heads):
                 values[head, there] = jnp.where(used, block, 0).astype(values.dtype)
 
 
-def _visible(tables: _Tables, one, tile: _Tile, rows_ref, tile_cells, window):
+def _visible(tables: _Tables, one, tile: _Tile, rows, tile_cells, window):
     """Which rows see which cells of the tile: [rows, cells] bool, for all heads of a list."""
     first, fill, base, row_begin, row_end = (
         tables.column(tile.item, column)
@@ -335,9 +337,8 @@ def _visible(tables: _Tables, one, tile: _Tile, rows_ref, tile_cells, window):
             of_block = tables.cell(one, tile, offset) + lane - offset * BLOCK_CELLS
             cell = jnp.where(lane >= offset * BLOCK_CELLS, of_block, cell)
     used = (lane < tables.count(one, tile) * BLOCK_CELLS) & (cell >= first) & (cell < fill)
-    row = rows_ref[:, 1:2]
-    position = jnp.where((row >= row_begin) & (row < row_end), rows_ref[:, 0:1], -_FAR)
-    distance = position - jnp.where(used, base + cell, _FAR)
+    position = jnp.where((rows[1] >= row_begin) & (rows[1] < row_end), rows[0], -_FAR)
+    distance = _lanes(position, tile_cells) - jnp.where(used, base + cell, _FAR)
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
@@ -355,6 +356,11 @@ def _in_powers_of_two(count, most, do):
         @pl.when((count & (size - 1)) != 0)
         def _():
             _in_powers_of_two(count, size - 1, do)
+
+
+def _lanes(x, count):
+    """Give x [rows, LANES], the same in all lanes, another count of them."""
+    return jnp.concatenate([x] * pl.cdiv(count, LANES), axis=1)[:, :count]  # no broadcast
 
 
 def _product(x, y, contracted, precision):
