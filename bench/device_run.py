@@ -137,7 +137,7 @@ def run_jobs(
 
 
 def attempt(report: Report, name: str, work: Callable[..., Any], *args: Any) -> Any:
-    """Call; write a line instead of raising, so that the rest of a lent device's time is used.
+    """Call; write a line instead of raising, so that one failure does not end the run.
 
     Returns:
       what was returned, None after an error.

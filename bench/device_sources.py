@@ -1,7 +1,7 @@
 """Make this checkout's jaxstate importable where it, or what it needs for text, is not installed.
 
 The package's own `__init__` files import engines, tokenizers and loaders, which need packages that
-a machine lent for a measurement does not have. Kernels and the step need jax, numpy and flax.
+a machine for measurements rarely has. Kernels and the step need jax, numpy and flax.
 """
 
 from __future__ import annotations

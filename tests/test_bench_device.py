@@ -78,7 +78,7 @@ def _hidden() -> set[str]:
 
 
 def _run_bare(*arguments: str, before: str = "", timeout_s: float = 300):
-    """Run the script in a process that has only what a lent machine has; fast to compile."""
+    """Run the script in a process that has only jax, numpy and flax; fast to compile."""
     program = BARE.format(
         hidden=_hidden(), folder=str(SCRIPT.parent), script=str(SCRIPT), before=before
     )
