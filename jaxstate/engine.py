@@ -1,33 +1,21 @@
-"""Many sessions over one pool: the verbs, each a small edit of tables around the same step."""
+"""Many sessions over one pool: the engine of a process, one verb at a time."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Generator, Iterator, Sequence
 from typing import Unpack
 
-import numpy as np
-
-from jaxstate import checks, generation
-from jaxstate import pages as pages_module
-from jaxstate import rows as rows_module
-from jaxstate import session as session_module
-from jaxstate.answer import Answer, FinishReason, Source, Token
-from jaxstate.choices import ChoiceTree
+from jaxstate.answer import Answer, Token
 from jaxstate.config import EngineConfig
-from jaxstate.errors import CapacityError, InputError, SessionError
 from jaxstate.executor import Executor, Progress
-from jaxstate.generation import Request, RequestOptions
+from jaxstate.generation import RequestOptions
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.params import Params
 from jaxstate.models.sharding import Sharding
 from jaxstate.models.tokenizer import Tokenizer
-from jaxstate.pages import Pages
+from jaxstate.needs import Steps, run_alone, stream_alone
 from jaxstate.session import PaidTail, Session, WhenFull
-from jaxstate.tail import NextToken, Tail
-
-_TEXT_CONTEXT = 8  # ids before an answer that can hold the beginning of its first character
+from jaxstate.verbs import Verbs
 
 
 class Engine:
@@ -60,12 +48,8 @@ class Engine:
         self.model = model
         self.config = config
         self.executor = Executor(params, model, config, sharding=sharding, progress=progress)
-        self.pages = Pages(config.num_pages, config.page_size)
-        self._blocks_kept = config.selector.kept if config.selector else None
-        self._tokenizer = tokenizer
-        self._sessions: dict[str, Session] = {}
-        self._owners = itertools.count()
-        self._names = itertools.count(1)
+        self.verbs = Verbs(self.executor, model, config, tokenizer)
+        self.pages = self.verbs.pages
 
     # Sessions
 
@@ -85,23 +69,7 @@ class Engine:
           SessionError: the id is taken.
           CapacityError: the prefix does not fit.
         """
-        if when_full not in ("error", "slide"):
-            raise InputError(f'when_full: expected "error" or "slide", got "{when_full}"')
-        name = session_id if session_id is not None else self._free_name()
-        if name in self._sessions:
-            raise SessionError(f"session {name} exists already; choose another id or close it")
-        session = Session(session_id=name, owner=next(self._owners), when_full=when_full)
-        if len(frozen):
-            ids = checks.token_ids(frozen, self.model, "frozen")
-            if len(ids) >= self.config.context_len:
-                raise CapacityError(
-                    f"frozen: expected less than context_len={self.config.context_len} tokens, "
-                    f"got {len(ids)}; shorten the prefix or raise context_len"
-                )
-            session.frozen_len = len(ids)
-            self._extend(session, ids, np.zeros(len(ids), np.int32))
-        self._sessions[name] = session
-        return name
+        return self._run(self.verbs.create(frozen, session_id, when_full))
 
     def session(self, session_id: str) -> Session:
         """Return a session's record; treat it as read-only.
@@ -109,18 +77,12 @@ class Engine:
         Raises:
           SessionError: unknown or closed.
         """
-        try:
-            return self._sessions[session_id]
-        except KeyError:
-            raise SessionError(
-                f"session {session_id} is unknown or closed; open: "
-                f"{', '.join(self._sessions) or 'none'}"
-            ) from None
+        return self.verbs.session(session_id)
 
     @property
     def session_ids(self) -> list[str]:
         """Ids of the open sessions."""
-        return list(self._sessions)
+        return list(self.verbs.sessions)
 
     def fork(self, session_id: str, *, new_id: str | None = None) -> str:
         """Open a session with the same context; table entries are copied, no key or value moves.
@@ -128,23 +90,7 @@ class Engine:
         Raises:
           SessionError: unknown session, or the new id is taken.
         """
-        parent = self.session(session_id)
-        name = new_id if new_id is not None else self._free_name()
-        if name in self._sessions:
-            raise SessionError(f"session {name} exists already; choose another id or close it")
-        self.pages.hold(parent.entries)
-        self._sessions[name] = Session(
-            session_id=name,
-            owner=next(self._owners),
-            when_full=parent.when_full,
-            frozen_len=parent.frozen_len,
-            token_ids=list(parent.token_ids),
-            entries=parent.entries,
-            evicted=parent.evicted,
-            stream_floor=parent.stream_floor,
-            version=parent.version,
-        )
-        return name
+        return self.verbs.fork(session_id, new_id=new_id)
 
     def close(self, session_id: str) -> None:
         """Close a session and free its cells.
@@ -152,11 +98,7 @@ class Engine:
         Raises:
           SessionError: unknown or closed already.
         """
-        session = self.session(session_id)
-        self._forget_paid(session)
-        self.pages.drop(session.entries)
-        self.pages.disown(session.owner, None)
-        del self._sessions[session_id]
+        self.verbs.close(session_id)
 
     # Durable verbs
 
@@ -171,11 +113,7 @@ class Engine:
           CapacityError: it does not fit the window, the model's positions or the pool.
           SessionError: unknown session.
         """
-        session = self.session(session_id)
-        ids = checks.token_ids(token_ids, self.model, "append")
-        self._append(session, ids)
-        session.version += 1
-        return session.version
+        return self._run(self.verbs.append(session_id, token_ids))
 
     def update(self, session_id: str, token_ids: Sequence[int]) -> int:
         """Make the kept stream equal to `token_ids`, forwarding only what differs.
@@ -188,30 +126,7 @@ class Engine:
 
         Source: Stream2LLM (arXiv:2604.16395).
         """
-        session = self.session(session_id)
-        ids = checks.token_ids(token_ids, self.model, "update")
-        stream = np.asarray(session.token_ids[session.frozen_len :], np.int32)
-        common = session_module.common_len(stream, ids)
-        if common < len(stream):
-            session_module.rolled_back(session, len(stream) - common)  # may refuse
-        if len(ids) > self.config.context_len - session.frozen_len:
-            raise CapacityError(
-                f"update of {len(ids)} tokens is longer than the stream's window of "
-                f"{self.config.context_len - session.frozen_len}; shorten it or raise context_len"
-            )
-        if common < len(ids):
-            position = session.frozen_len + common
-            begin = session.stream_len - (len(stream) - common)
-            self._check_room(
-                session, pages_module.cut_end(session.entries, position), position,
-                self._shifts(session, begin, len(ids) - common),
-            )  # fmt: skip
-        if common < len(stream):
-            self._roll_back(session, len(stream) - common)
-        if common < len(ids):
-            self._append(session, ids[common:])
-        session.version += 1
-        return session.version
+        return self._run(self.verbs.update(session_id, token_ids))
 
     def rollback(self, session_id: str, count: int) -> int:
         """Drop the last `count` stream tokens; returns the new version.
@@ -220,11 +135,7 @@ class Engine:
           InputError: count < 1.
           SessionError: unknown session, a shorter stream, or an eviction in between.
         """
-        session = self.session(session_id)
-        checks.count(count, "rollback", least=1)
-        self._roll_back(session, count)
-        session.version += 1
-        return session.version
+        return self.verbs.rollback(session_id, count)
 
     # Asking
 
@@ -248,35 +159,10 @@ class Engine:
 
         Source: speculative pre-positioning (arXiv:2606.29565).
         """
-        session = self.session(session_id)
-        ids = checks.token_ids(entry, self.model, "entry")
-        checks.count(max_new_tokens, "max_new_tokens", least=0)
-        checks.vocabulary(self.model, eos_ids, "eos_ids")
-        checks.positions(self.model, session.context_len, len(ids), max_new_tokens)
-        owner = next(self._owners)
-        paid, skip = session_module.longest_paid(session, ids)
-        tail = self._tail(session, owner, paid, skip, len(ids) + max_new_tokens - skip)
-        try:
-            following = self._ask(tail, ids, paid, skip)
-            for _ in range(max_new_tokens):
-                if following.gap < min_gap or following.top_id in eos_ids:
-                    break
-                ids = np.append(ids, np.int32(following.top_id))
-                result = tail.forward(ids[-1:], want_last=True)
-                assert result is not None
-                following = NextToken.of(result, 0)
-            entries = tail.keep()
-        except BaseException:
-            tail.close()
-            raise
-        self.pages.disown(owner, None)
-        logits = following.row_logits()  # one row outlives the step's whole output
-        following = dataclasses.replace(following, row_logits=lambda: logits)
-        kept = PaidTail(
-            owner=owner, token_ids=tuple(ids.tolist()), entries=entries, ready=following
+        steps = self.verbs.advance(
+            session_id, entry, max_new_tokens=max_new_tokens, min_gap=min_gap, eos_ids=eos_ids
         )
-        session.paid.append(kept)
-        return kept
+        return self._run(steps)
 
     def stream(
         self,
@@ -301,17 +187,10 @@ class Engine:
           CapacityError: question and answer exceed the model's positions or the free pages.
           SessionError: unknown session.
         """
-        session = self.session(session_id)
-        ids = checks.token_ids(question, self.model, "question")
-        request = self._request(ids, session.context_len, max_new_tokens, **options)
-        if commit:  # refuse now what could not be kept later
-            session_module.overflow_evictions(
-                session,
-                len(ids) + max_new_tokens,
-                self.config.context_len,
-                self.config.evict_quantum,
-            )
-        return self._stream(session, ids, request, commit)
+        steps = self.verbs.stream(
+            session_id, question, max_new_tokens=max_new_tokens, commit=commit, **options
+        )
+        return stream_alone(self.executor, steps)
 
     def query(
         self,
@@ -342,35 +221,7 @@ class Engine:
         Raises:
           InputError, CapacityError, SessionError: as for query.
         """
-        session = self.session(session_id)
-        ids = checks.token_ids(question, self.model, "question")
-        checked = [
-            tuple(checks.token_ids(choice, self.model, "choices").tolist()) for choice in choices
-        ]
-        tree = ChoiceTree(checked)
-        longest = max(len(choice) for choice in checked)
-        checks.positions(self.model, session.context_len, len(ids), longest)
-        paid, skip = session_module.longest_paid(session, ids)
-        tail = self._tail(session, next(self._owners), paid, skip, len(ids) - skip)
-        try:
-            ready = paid.ready if paid and skip == len(ids) else None
-            root, scores = generation.score_choices(tail, tree, ids[skip:], ready)
-        finally:
-            tail.close()
-        best = max(range(len(scores)), key=lambda index: (scores[index], -index))
-        return Answer(
-            token_ids=checked[best],
-            finish_reason=FinishReason.CHOICE,
-            text=self._tokenizer.decode(checked[best]) if self._tokenizer else "",
-            source=Source.RESUMED if skip else Source.COMPUTED,
-            version=session.version,
-            context_len=session.context_len,
-            tokens_forwarded=tail.tokens_forwarded,
-            gap=root.gap,
-            blocks_kept=self._blocks_kept,
-            choice=best,
-            choice_logprobs=tuple(scores),
-        )
+        return self._run(self.verbs.choose(session_id, question, choices))
 
     def generate(
         self, prompt: Sequence[int], *, max_new_tokens: int, **options: Unpack[RequestOptions]
@@ -382,10 +233,8 @@ class Engine:
         self, prompt: Sequence[int], *, max_new_tokens: int, **options: Unpack[RequestOptions]
     ) -> Generator[Token, None, Answer]:
         """Like `stream`, without a session."""
-        ids = checks.token_ids(prompt, self.model, "prompt")
-        request = self._request(ids, 0, max_new_tokens, **options)
-        nobody = Session(session_id="", owner=next(self._owners), when_full="error")
-        return self._stream(nobody, ids, request, commit=False)
+        steps = self.verbs.stream_generate(prompt, max_new_tokens=max_new_tokens, **options)
+        return stream_alone(self.executor, steps)
 
     # Figures
 
@@ -394,7 +243,7 @@ class Engine:
         """Cells that open sessions see, those shared by several counted once."""
         seen = {
             (entry.page, cell)
-            for session in self._sessions.values()
+            for session in self.verbs.sessions.values()
             for entry in session.entries
             for cell in range(entry.first, entry.fill)
         }
@@ -410,186 +259,8 @@ class Engine:
         """Bytes of all pages in use."""
         return self.cells_held * self.model.bytes_per_cell
 
-    # Inside
-
-    def _free_name(self) -> str:
-        return next(name for n in self._names if (name := f"s{n}") not in self._sessions)
-
-    def _shifts(self, session: Session, first: int, count: int, evicting: int = 0) -> np.ndarray:
-        """Shifts of stream tokens `first` and following after `evicting` more are dropped."""
-        epoch = session_module.rotation_epoch(
-            self.model.max_positions, session.frozen_len, self.config.page_size
-        )
-        return session_module.stream_shifts(first, count, session.evicted + evicting, epoch)
-
-    def _append(self, session: Session, ids: np.ndarray) -> None:
-        dropped = session_module.overflow_evictions(
-            session, len(ids), self.config.context_len, self.config.evict_quantum
-        )
-        shifts = self._shifts(session, session.stream_len, len(ids), dropped)
-        entries = session_module.evict(session, dropped) if dropped else session.entries
-        position = session.context_len - dropped
-        self._check_room(session, entries, position, shifts)
-        self._forget_paid(session)
-        if dropped:
-            self._drop_oldest(session, dropped)
-        self._extend(session, ids, shifts)
-
-    def _extend(self, session: Session, ids: np.ndarray, shifts: np.ndarray) -> None:
-        """Forward tokens behind the context and make them part of it."""
-        tail = Tail(
-            self.executor,
-            self.pages,
-            session.owner,
-            session.entries,
-            session.context_len,
-            shifts,
-            growing=True,
-        )
-        try:
-            tail.forward(ids, want_last=False)
-            entries = tail.keep()
-        except BaseException:
-            tail.close()
-            raise
-        self.pages.drop(session.entries)
-        session.entries = entries
-        session.token_ids.extend(ids.tolist())
-
-    def _drop_oldest(self, session: Session, count: int) -> None:
-        entries = session_module.evict(session, count)
-        self.pages.replace(session.entries, entries)
-        session.entries = entries
-        session.stream_floor = session.stream_len
-        del session.token_ids[session.frozen_len : session.frozen_len + count]
-        session.evicted += count
-
-    def _roll_back(self, session: Session, count: int) -> None:
-        entries = session_module.rolled_back(session, count)
-        self._forget_paid(session)
-        self.pages.replace(session.entries, entries)
-        session.entries = entries
-        del session.token_ids[session.context_len - count :]
-
-    def _check_room(self, session: Session, entries, position: int, shifts: np.ndarray) -> None:
-        """Refuse tokens that pool or step table cannot hold behind `entries`.
-
-        What paid tails, eviction and rollback give back counts as free.
-        """
-        needed = pages_module.pages_needed(self.pages, session.owner, entries, position, shifts)
-        self.pages.require(
-            needed, [session.entries, *(p.entries for p in session.paid)], staying=entries
-        )
-        one_step = len(shifts) <= self.executor.longest_step  # reads only what is there already
-        rows_module.check_context(
-            pages_module.stretches(entries, self.config.page_size), 0 if one_step else needed,
-            self.executor.config.step_shapes[-1], self.executor.config,
-        )  # fmt: skip
-
-    def _forget_paid(self, session: Session) -> None:
-        for paid in session.paid:
-            self.pages.drop(paid.entries)
-        session.paid.clear()
-
-    def _tail(
-        self,
-        session: Session,
-        owner: int,
-        paid: PaidTail | None,
-        skip: int,
-        count: int,
-        *,
-        selects: bool = True,
-    ) -> Tail:
-        """Start a tail of `count` more tokens behind the context and `skip` paid ones."""
-        position = session.context_len + skip
-        context = session.entries
-        if paid:
-            context = pages_module.cut_end(paid.entries, position)
-        shifts = self._shifts(session, session.stream_len + skip, count)
-        return Tail(self.executor, self.pages, owner, context, position, shifts, selects=selects)
-
-    def _ask(self, tail: Tail, ids: np.ndarray, paid: PaidTail | None, skip: int) -> NextToken:
-        """Forward what is not paid; return the distribution after the question."""
-        if skip == len(ids):
-            assert paid is not None
-            return paid.ready
-        result = tail.forward(ids[skip:], want_last=True)
-        assert result is not None
-        return NextToken.of(result, 0)
-
-    def _request(
-        self,
-        ids: np.ndarray,
-        context_len: int,
-        max_new_tokens: int,
-        **options: Unpack[RequestOptions],
-    ) -> Request:
-        request = checks.request(
-            ids, self.model, max_new_tokens, has_text=self._tokenizer is not None, **options
-        )
-        checks.positions(self.model, context_len, len(ids), max_new_tokens)
-        return request
-
-    def _stream(
-        self, session: Session, ids: np.ndarray, request: Request, commit: bool
-    ) -> Generator[Token, None, Answer]:
-        if session.session_id and self._sessions.get(session.session_id) is not session:
-            raise SessionError(f"session {session.session_id} was closed before it was asked")
-        checks.positions(
-            self.model, session.context_len, len(ids), request.max_new_tokens
-        )  # again: the session may have grown since it was asked
-        # Nothing approximate becomes durable, and a session-less prompt is no question.
-        selects = self._blocks_kept is not None and not commit and bool(session.session_id)
-        paid, skip = session_module.longest_paid(session, ids)
-        if commit and self._blocks_kept is not None:
-            paid, skip = None, 0
-        owner = session.owner if commit else next(self._owners)
-        version, context_len = session.version, session.context_len
-        before = [*session.token_ids[-_TEXT_CONTEXT:], *ids.tolist()]
-        count = len(ids) - skip + request.max_new_tokens
-        tail = self._tail(session, owner, paid, skip, count, selects=selects)
-        try:
-            first = self._ask(tail, ids, paid, skip)
-            tokens, text, reason = yield from generation.stream_tokens(
-                tail, self.executor, request, first, self._tokenizer, before[-_TEXT_CONTEXT:]
-            )
-            if commit:
-                self._commit(session, version, tail, ids, [token.token_id for token in tokens])
-        finally:
-            tail.close()
-        return generation.answer_of(
-            tokens,
-            text,
-            reason,
-            first,
-            source=Source.RESUMED if skip else Source.COMPUTED,
-            version=version,
-            context_len=context_len,
-            tokens_forwarded=tail.tokens_forwarded,
-            blocks_kept=self._blocks_kept if selects else None,
-        )
-
-    def _commit(self, session: Session, version: int, tail: Tail, ids, answer: list[int]) -> None:
-        """Make a finished tail part of the stream."""
-        if session.version != version or self._sessions.get(session.session_id) is not session:
-            raise SessionError(
-                f"session {session.session_id} changed while a turn to be committed was running; "
-                "ask again"
-            )
-        dropped = session_module.overflow_evictions(  # may refuse: it may have grown since asked
-            session, len(ids) + len(answer), self.config.context_len, self.config.evict_quantum
-        )
-        tail.forward(answer[-1:], want_last=False)  # the last token drawn was not forwarded yet
-        entries = tail.entries()
-        self.pages.hold(entries)
-        self._forget_paid(session)
-        self.pages.drop(session.entries)
-        session.entries = entries
-        session.token_ids.extend([*ids.tolist(), *answer])
-        if dropped:
-            self._drop_oldest(session, dropped)
-        session.version += 1
+    def _run(self, steps: Steps):
+        return run_alone(self.executor, steps)
 
 
 def _finish(stream: Iterator[Token]) -> Answer:

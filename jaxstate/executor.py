@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -41,7 +42,7 @@ _PAIRS = 64  # (row, token id) pairs looked up at once when choices are scored
 
 
 class StepResult:
-    """Outputs of one step; `summary` is on the host, logits stay on the device.
+    """Outputs of a step's rows; `summary` is on the host, logits stay on the device.
 
     Where the step did without logits they are computed when first asked for.
     """
@@ -50,11 +51,19 @@ class StepResult:
         """Keep what the step returned."""
         self.summary: GateSummary = jax.device_get(outputs.summary)
         self._executor = executor
-        self._outputs = outputs
+        self._first = 0
+        self._kept = {"outputs": outputs}  # shared by views of the same step
+
+    def rows_from(self, first: int) -> StepResult:
+        """View the outputs from a row on: its row 0 is this one's row `first`."""
+        view = copy.copy(self)
+        view.summary = jax.tree.map(lambda x: x[first:], self.summary)
+        view._first = self._first + first
+        return view
 
     def row_logits(self, row: int) -> jax.Array:
         """Return one row's logits, [vocab] f32, on the device."""
-        return self._executor.call("take_row", self._logits, np.int32(row))
+        return self._executor.call("take_row", self._logits, np.int32(self._first + row))
 
     def logprobs_at(self, pairs: Sequence[tuple[int, int]]) -> list[float]:
         """Return the log-probability of each (row, token id)."""
@@ -63,16 +72,21 @@ class StepResult:
             part = np.zeros((_PAIRS, 2), np.int32)
             given = pairs[begin : begin + _PAIRS]
             part[: len(given)] = given
-            logits = self._executor.call("take_logits", self._logits, part[:, 0], part[:, 1])
+            logits = self._executor.call(
+                "take_logits", self._logits, part[:, 0] + np.int32(self._first), part[:, 1]
+            )
             logprobs = np.asarray(logits) - np.asarray(self.summary.lse)[part[:, 0]]
             found += logprobs[: len(given)].tolist()
         return found
 
-    @functools.cached_property
+    @property
     def _logits(self) -> jax.Array:
-        if self._outputs.logits is not None:
-            return self._outputs.logits
-        return self._executor.project(self._outputs.hidden)
+        outputs = self._kept["outputs"]
+        logits = outputs.logits
+        if logits is None:
+            logits = self._executor.project(outputs.hidden)
+            self._kept["outputs"] = dataclasses.replace(outputs, logits=logits)
+        return logits
 
 
 class Executor:

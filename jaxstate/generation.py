@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Generator, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from jaxstate.choices import ChoiceTree
 from jaxstate.errors import InputError
 from jaxstate.executor import MAX_TOP_LOGPROBS, Executor, StepResult
 from jaxstate.models.tokenizer import Detokenizer, Tokenizer
+from jaxstate.needs import Need, Ran
 from jaxstate.sampling import Sampling
 from jaxstate.stopping import StopStrings
 from jaxstate.tail import NextToken, Tail
@@ -63,7 +64,7 @@ def stream_tokens(
     first: NextToken,
     tokenizer: Tokenizer | None,
     context: Sequence[int],
-) -> Generator[Token, None, tuple[list[Token], str, FinishReason]]:
+) -> Generator[Need | Token, Any, tuple[list[Token], str, FinishReason]]:
     """Draw and yield tokens behind a forwarded question; return all of them, text and reason.
 
     The last token drawn has not been forwarded.
@@ -98,7 +99,7 @@ def stream_tokens(
             elif watch.stopped:
                 reason = FinishReason.STOP
             return tokens, "".join(shown), reason
-        result = tail.forward([token_id], want_last=True)
+        result = yield from tail.forward([token_id], want_last=True)
         assert result is not None
         following = NextToken.of(result, 0)
     raise AssertionError("unreachable")
@@ -127,7 +128,7 @@ def _pick(executor: Executor, request: Request, following: NextToken, position: 
 
 def score_choices(
     tail: Tail, tree: ChoiceTree, question: np.ndarray, ready: NextToken | None
-) -> tuple[NextToken, list[float]]:
+) -> Generator[Need, Ran, tuple[NextToken, list[float]]]:
     """Score all choices behind a question, as a tree behind its last token.
 
     Args:
@@ -153,12 +154,12 @@ def score_choices(
         root = ready
     else:
         part = parts.pop(0) if parts else None
-        result = tail.forward(question, want_last=True, nodes=part)
+        result = yield from tail.forward(question, want_last=True, nodes=part)
         assert result is not None
         root = NextToken.of(result, 0)
         note(result, [0, *(part.wanted_nodes if part else ())], 0)
     for part in parts:
-        result = tail.forward([], want_last=False, nodes=part)
+        result = yield from tail.forward([], want_last=False, nodes=part)
         assert result is not None
         note(result, part.wanted_nodes, 0)
     return root, tree.scores([logprobs[edge] for edge in tree.edges()])

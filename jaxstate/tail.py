@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Generator, Sequence
 
 import jax
 import numpy as np
@@ -11,8 +12,9 @@ import numpy as np
 from jaxstate import pages as pages_module
 from jaxstate.choices import ChoiceTree, TreePart, tree_parts
 from jaxstate.executor import Executor, StepResult
+from jaxstate.needs import Need, Ran
 from jaxstate.pages import Entry, Pages
-from jaxstate.rows import Group, RowInput
+from jaxstate.rows import RowInput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,8 @@ class Tail:
         Raises:
           CapacityError: not enough free pages; nothing was taken.
         """
-        self._executor = executor
+        self._largest_shape = executor.config.step_shapes[-1]
+        self._num_cells = executor.config.num_cells
         self._pages = pages
         self._begin = position
         self._selects = selects
@@ -95,7 +98,7 @@ class Tail:
 
     def split_tree(self, tree: ChoiceTree) -> list[TreePart]:
         """Split a choice tree into parts that fit a step behind a question's last token."""
-        largest = self._executor.config.step_shapes[-1]
+        largest = self._largest_shape
         return tree_parts(tree, largest.num_rows - 1, largest.num_tokens - 1)
 
     def forward(
@@ -104,30 +107,42 @@ class Tail:
         *,
         want_last: bool,
         nodes: TreePart | None = None,
-    ) -> StepResult | None:
-        """Forward tokens in as few steps as possible; return the last step's result.
+    ) -> Generator[Need, Ran, StepResult | None]:
+        """Need tokens forwarded; return the result of the step that held the last one.
 
         Args:
           want_last: the distribution after the last token is wanted (output row 0).
           nodes: tree tokens to forward behind the last token in the same step, not kept.
         """
         ids = np.asarray(token_ids, np.int32)
-        limit = self._executor.longest_step
         extra = len(nodes.token_ids) if nodes else 0
+        outputs = int(want_last and len(ids) > 0) + (len(nodes.wanted) if nodes else 0)
         result = None
-        at = 0
-        while at < len(ids) or (extra and result is None):
-            count = min(limit, len(ids) - at)
-            last = at + count == len(ids)
-            if last and extra and count + extra > limit:
-                count, last = count - 1, False  # leave one for a step with the nodes
-            result = self._step(
-                ids[at : at + count], want_last=last and want_last, nodes=nodes if last else None
+        while len(ids) or (extra and result is None):
+            # Nodes go with the last token, all of them.
+            ran = yield Need(
+                tokens=len(ids) + extra,
+                least=1 if len(ids) > 1 else len(ids) + extra,
+                outputs=outputs,
+                row=functools.partial(self._row, ids, want_last=want_last, nodes=nodes),
             )
-            at += count
+            count = min(ran.tokens, len(ids))
+            self.position += count
+            self.tokens_forwarded += ran.tokens
+            last = count == len(ids)
+            ids = ids[count:]
+            if last:
+                result = ran.result
         return result
 
-    def _step(self, ids: np.ndarray, *, want_last: bool, nodes: TreePart | None) -> StepResult:
+    def _row(
+        self, ids: np.ndarray, limit: int, *, want_last: bool, nodes: TreePart | None
+    ) -> RowInput:
+        """Make a row of at most `limit` of the tokens and nodes."""
+        extra = len(nodes.token_ids) if nodes else 0
+        if limit < len(ids) + extra:
+            ids = ids[: min(limit, len(ids) - 1 if extra else len(ids))]
+            want_last, nodes = False, None
         count = len(ids)
         offset = self.position - self._begin
         context = pages_module.stretches(self.entries(), self._pages.page_size)
@@ -140,18 +155,17 @@ class Tail:
         wanted = [count - 1] if want_last and count else []
         parents = None
         if nodes:
-            extra = len(nodes.token_ids)
             ids = np.concatenate([ids, np.asarray(nodes.token_ids, np.int32)])
             positions = np.concatenate(
                 [positions, self.position + count - 1 + np.asarray(nodes.depths, np.int32)]
             )
-            cells = np.concatenate([cells, np.full(extra, self._executor.config.num_cells)])
+            cells = np.concatenate([cells, np.full(extra, self._num_cells)])
             shifts = np.concatenate([shifts, np.zeros(extra, np.int32)])
             parents = list(range(-1, count - 1)) + [
                 count + parent if parent >= 0 else count - 1 for parent in nodes.parents
             ]
             wanted += [count + index for index in nodes.wanted]
-        row = RowInput(
+        return RowInput(
             token_ids=ids,
             positions=positions,
             cells=cells.astype(np.int32),
@@ -161,7 +175,3 @@ class Tail:
             parents=parents,
             selects=self._selects,
         )
-        result = self._executor.run([Group(rows=[row])])
-        self.position += count
-        self.tokens_forwarded += len(ids)
-        return result

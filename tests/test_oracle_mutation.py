@@ -20,7 +20,7 @@ from oracle.checked import CheckedEngine
 from oracle.equality import Mismatch
 from oracle.together import RowSpec
 
-from jaxstate import choices, engine, executor, pages, rows, session, step, tail
+from jaxstate import choices, executor, pages, rows, session, step, tail, verbs
 from jaxstate.config import EngineConfig
 from jaxstate.kernels_pallas import attention_xla
 from jaxstate.models.config import LayerConfig
@@ -291,29 +291,29 @@ ON_HOST = [
     ),
     on_host(
         "a query writes the session's own pages",
-        engine,
-        "Engine._stream",
+        verbs,
+        "Verbs._stream",
         "session.owner if commit else next(self._owners)",
         "session.owner",
     ),
     on_host(
         "a commit leaves out the last token",
-        engine,
-        "Engine._commit",
-        "tail.forward(answer[-1:], want_last=False)",
+        verbs,
+        "Verbs._commit",
+        "yield from tail.forward(answer[-1:], want_last=False)",
         "pass",
     ),
     on_host(
         "an append keeps outdated paid tails",
-        engine,
-        "Engine._append",
+        verbs,
+        "Verbs._append",
         "self._forget_paid(session)",
         "pass",
     ),
     on_host(
         "an eviction may be rolled back",
-        engine,
-        "Engine._drop_oldest",
+        verbs,
+        "Verbs._drop_oldest",
         "session.stream_floor = session.stream_len",
         "pass",
     ),
