@@ -60,21 +60,19 @@ ALL_BLOCKS = [
     MANY_TILES,
     ONE_BY_ONE,
     Case(2, 128, 32, 12, window=70),
-    Case(4, 128, 128, 4, "bfloat16"),
+    Case(4, 128, 128, 4, "bfloat16", kv_heads=1),
+    Case(7, 64, 16, 40, "bfloat16", window=200, block_tokens=2),
     Case(1, 128, 16, 3, kv_heads=3),  # a pool of less than a tile
 ]
 SELECTED = [
-    MIXED,
     MANY_TILES,
-    Case(7, 64, 16, 40, "bfloat16", window=200, block_tokens=2),
-    Case(4, 256, 64, 8, "bfloat16", block_tokens=1, tokens=4),
+    Case(4, 256, 64, 8, "bfloat16", block_tokens=1, tokens=4, kv_heads=1),
     Case(4, 64, 64, 6, block_tokens=128, tokens=128, kv_heads=1),  # chunks of a block
 ]
 CASES = [(case, False) for case in ALL_BLOCKS] + [(case, True) for case in SELECTED]
 LONG = Case(2, 128, 16, 80, block_tokens=2, tokens=4, kv_heads=1)
 HEADS = Case(3, 64, 64, 6, "bfloat16", window=150, block_tokens=2, tokens=4)
-DEEP = Case(1, 256, 256, 2, block_tokens=2, tokens=2)
-WATCHED_CASES = [(LONG, False), (LONG, True), (HEADS, True), (DEEP, False)]
+WATCHED_CASES = [(LONG, False), (LONG, True), (HEADS, True)]
 
 
 @functools.cache
@@ -89,9 +87,9 @@ def _attention(case: Case, interpret):
             precision=jax.lax.Precision.HIGHEST, selection=selection, interpret=interpret,
         )  # fmt: skip
 
-    # Compiling is what takes time here.
-    options = {"xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": 0}
-    return jax.jit(attend, compiler_options=options)
+    # Compiling is what takes time here, but for products in bf16.
+    level = {"xla_backend_optimization_level": 0} if case.dtype == "float32" else None
+    return jax.jit(attend, compiler_options=level)
 
 
 def _run(case, inputs, items, selection=None, interpret=True):
@@ -254,7 +252,7 @@ def _case_id(value):
 
 @pytest.mark.parametrize("case, selected", CASES, ids=_case_id)
 def test_interpreted_kernel_equals_one_softmax_over_everything_visible(case, selected):
-    for seed in range(8 if case.dtype == "float32" else 3):  # bf16 is slow here
+    for seed in range(8):
         _check(case, seed, selected)
 
 
@@ -307,8 +305,8 @@ def test_interpreted_kernel_gives_zero_where_nothing_is_visible():
     assert (np.abs(found[::2]).max(axis=(1, 2)) > 0).all()
 
 
-@pytest.mark.parametrize("case", [MIXED, MANY_TILES], ids=str)
-def test_interpreted_kernel_gives_all_blocks_the_bits_of_no_selection(case):
+def test_interpreted_kernel_gives_all_blocks_the_bits_of_no_selection():
+    case = MANY_TILES
     everything = _selection(case, [np.arange(case.blocks)] * case.kv_heads)
     for seed in range(4):
         rng = np.random.default_rng(seed)
