@@ -141,7 +141,8 @@ def test_nothing_is_left_out_and_every_timing_stands_beside_its_floor(whole):
     [device] = [line for line in lines if line.get("arm") == "device"]
     timings = {line["timing"]: line for line in lines if "timing" in line}
     for timing in timings.values():
-        assert timing["ratio"] == pytest.approx(timing["measured"] / timing["floor"], rel=1e-4)
+        ratio = timing["measured"] / timing["floor"]  # each number has five digits
+        assert timing["ratio"] == pytest.approx(ratio, rel=1e-3)
         assert min(timing["samples_ms"]) <= timing["measured"] <= max(timing["samples_ms"])
     decode = timings["decode kernel 2x128"]
     read = 2 * 128 * 2 * 2 * 16 * 2  # rows, cells, keys and values, heads, head_dim, bytes
