@@ -11,6 +11,10 @@ class CapacityError(JaxStateError):
     """What was asked does not fit: no free pages, window full, question too long."""
 
 
+class PoolFullError(CapacityError):
+    """Too few pages are free now; others may give some back."""
+
+
 class SessionError(JaxStateError):
     """The session is unknown, closed, or cannot do what was asked in its present state."""
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxstate.errors import CapacityError
+from jaxstate.errors import PoolFullError
 
 
 class Entry(NamedTuple):
@@ -74,10 +74,10 @@ class Pages:
           after: continue behind this page if it is free there.
           growing: the owner will come back for more.
         Raises:
-          CapacityError: fewer than `count` pages are free; nothing was taken.
+          PoolFullError: fewer than `count` pages are free; nothing was taken.
         """
         if count > self.num_free:
-            raise CapacityError(
+            raise PoolFullError(
                 f"needs {count} pages of {self.page_size} cells, {self.num_free} of "
                 f"{self.num_pages} are free; close a session or start with more num_pages"
             )
@@ -121,7 +121,7 @@ class Pages:
         """Refuse if `count` pages cannot be had once `released` tables give way to `staying`.
 
         Raises:
-          CapacityError: says how many can be had.
+          PoolFullError: says how many can be had.
         """
         dropped: dict[int, int] = {}
         for entries in released:
@@ -131,7 +131,7 @@ class Pages:
             dropped.pop(entry.page, None)
         freed = sum(self._headers[page].references == times for page, times in dropped.items())
         if count > self.num_free + freed:
-            raise CapacityError(
+            raise PoolFullError(
                 f"needs {count} pages of {self.page_size} cells, {self.num_free + freed} of "
                 f"{self.num_pages} can be had; close a session or start with more num_pages"
             )
@@ -253,7 +253,7 @@ def plan_growth(
       shifts: [tokens] int32, the shift of each new token; a new entry begins where it changes.
       growing: see Pages.allocate.
     Raises:
-      CapacityError: not enough free pages; nothing was taken.
+      PoolFullError: not enough free pages; nothing was taken.
     """
     size = pages.page_size
     spans = _spans(pages, owner, entries, position, shifts)

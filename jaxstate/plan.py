@@ -42,6 +42,7 @@ class Job:
       job_class: see JobClass.
       session: its session; appends of one session run in the order of their ids.
       tokens: to be forwarded, at least 1.
+      least: fewest that can be forwarded at once.
       started: some of it has run.
       decodes: it is a running answer, whose next token is all it can forward.
       outputs: rows of output it needs in the step that forwards its last token.
@@ -55,6 +56,7 @@ class Job:
     job_class: JobClass
     session: str
     tokens: int
+    least: int = 1
     started: bool = False
     decodes: bool = False
     outputs: int = 1
@@ -242,7 +244,7 @@ class _Step:
         if last and job.outputs > self.rows:
             # All but its last token may run; the rest finds rows in a later step.
             tokens, last = tokens - 1, False
-        if tokens < 1:
+        if tokens < job.least:
             return 0
         self.pieces.append(Piece(job_id=job.job_id, tokens=tokens, last=last))
         self.tokens -= tokens

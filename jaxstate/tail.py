@@ -63,7 +63,7 @@ class Tail:
           growing: see Pages.allocate.
           selects: see RowInput.
         Raises:
-          CapacityError: not enough free pages; nothing was taken.
+          PoolFullError: not enough free pages; nothing was taken.
         """
         self._largest_shape = executor.config.step_shapes[-1]
         self._num_cells = executor.config.num_cells

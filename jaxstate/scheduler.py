@@ -1,0 +1,256 @@
+"""Many verbs at once: their needs are met in shared steps, in the order of `plan`.
+
+One thread calls it; time comes in as an argument. A verb is submitted as a function that begins it,
+so that nothing of it exists until its turn comes, and a ticket says how far it is.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jaxstate.answer import Token
+from jaxstate.errors import CapacityError, PoolFullError
+from jaxstate.executor import Executor
+from jaxstate.needs import Need, Ran, Steps, TokenSteps, run_together
+from jaxstate.pages import Pages
+from jaxstate.plan import Job, JobClass, Limits, Piece, StepPlan, plan
+
+
+class State(enum.Enum):
+    """How far a submitted verb is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"  # it raised, `error` says what
+    EXPIRED = "expired"  # its deadline passed before it began
+    CANCELLED = "cancelled"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Ticket:
+    """A submitted verb.
+
+    Attributes:
+      job_id: its id; later ones are larger.
+      job_class, session, deadline: see plan.Job.
+      submitted: seconds on the caller's clock.
+      state: see State.
+      tokens: drawn so far and not yet taken by the caller.
+      result: what the verb returned, once DONE.
+      error: what it raised, once FAILED.
+      started, first_output, ended: seconds on the same clock; None until then.
+    """
+
+    job_id: int
+    job_class: JobClass
+    session: str
+    deadline: float
+    submitted: float
+    state: State = State.WAITING
+    tokens: collections.deque[Token] = dataclasses.field(default_factory=collections.deque)
+    result: Any = None
+    error: BaseException | None = None
+    started: float | None = None
+    first_output: float | None = None
+    ended: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.state not in (State.WAITING, State.RUNNING)
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Running:
+    """A verb and what it needs next."""
+
+    ticket: Ticket
+    begin: Callable[[], Steps | TokenSteps]
+    job: Job
+    steps: Steps | TokenSteps | None = None
+    need: Need | None = None
+
+
+class Scheduler:
+    """Runs submitted verbs, many in one step."""
+
+    def __init__(self, executor: Executor, pages: Pages, limits: Limits):
+        """Start empty.
+
+        Args:
+          limits: of a step; no more tokens and rows than the largest compiled shape takes.
+        """
+        self.limits = limits
+        self._executor = executor
+        self._pages = pages
+        self._ids = itertools.count()
+        self._running: dict[int, _Running] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Verbs that are not over."""
+        return len(self._running)
+
+    def submit(
+        self,
+        begin: Callable[[], Steps | TokenSteps],
+        *,
+        job_class: JobClass,
+        session: str,
+        tokens: int,
+        cells: int,
+        now: float,
+        deadline: float = math.inf,
+        after: frozenset[int] = frozenset(),
+    ) -> Ticket:
+        """Queue a verb.
+
+        Args:
+          begin: begins it, `functools.partial(verbs.append, …)`; called when its turn comes.
+          tokens: about how many it will forward first.
+          cells: most cells that it can ever need.
+          after: job ids of verbs that must be over first.
+        Raises:
+          CapacityError: it would not fit an empty pool.
+        """
+        # A tail begins on a page of its own and may end within one.
+        pages = -(-cells // self._pages.page_size) + 1 if cells else 0
+        if pages > self._pages.num_pages:
+            raise CapacityError(
+                f"{cells} cells of {self._pages.page_size} a page: expected at most the pool's "
+                f"{self._pages.num_pages} pages, got {pages}; ask for less or start a larger pool"
+            )
+        job_id = next(self._ids)
+        ticket = Ticket(
+            job_id=job_id, job_class=job_class, session=session, deadline=deadline, submitted=now
+        )
+        job = Job(
+            job_id=job_id, job_class=job_class, session=session, tokens=max(tokens, 1),
+            outputs=0, pages=pages, arrived=now, deadline=deadline, after=after,
+        )  # fmt: skip
+        self._running[job_id] = _Running(ticket=ticket, begin=begin, job=job)
+        return ticket
+
+    def cancel(self, ticket: Ticket, now: float) -> None:
+        """End a verb where it is; its cells are given back at once. Nothing if it is over."""
+        running = self._running.get(ticket.job_id)
+        if running is not None:
+            self._end(running, State.CANCELLED, now)
+
+    def step(self, now: float, clock: Callable[[], float] | None = None) -> StepPlan:
+        """Plan one step at `now` and run it; an empty plan means that nothing can run.
+
+        A verb that raises ends FAILED; those beside it go on. If the step itself fails, so does
+        every verb that had tokens in it, and no other.
+
+        Args:
+          clock: tells when the step has ended; None = at once.
+        """
+        jobs = [running.job for running in self._running.values()]
+        step = plan(jobs, self.limits, self._pages.num_free, now)
+        for job_id in step.expired:
+            self._end(self._running[job_id], State.EXPIRED, now)
+        chosen: list[tuple[_Running, Need, int]] = []
+        pieces = (
+            *(Piece(job_id=job_id, tokens=1, last=True) for job_id in step.decodes),
+            *step.pieces,
+        )
+        rows = self.limits.rows
+        for piece in pieces:
+            running = self._running[piece.job_id]
+            if running.steps is None and not self._begin(running, now):
+                continue
+            need = running.need
+            assert need is not None
+            count = min(piece.tokens, need.tokens)
+            if count == need.tokens and need.outputs > rows:
+                count -= 1  # known only now that it has begun
+            if count < need.least:
+                continue
+            rows -= need.outputs if count == need.tokens else 0
+            chosen.append((running, need, count))
+        if chosen:
+            self._run(chosen, now, clock or (lambda: now))
+        return step
+
+    def _begin(self, running: _Running, now: float) -> bool:
+        """Begin a verb: False if it did not come to a need."""
+        running.ticket.state = State.RUNNING
+        running.ticket.started = now
+        running.steps = running.begin()
+        try:
+            self._next(running, None, now)
+        except PoolFullError as error:
+            others = (other for other in self._running.values() if other is not running)
+            if not any(other.steps is not None for other in others):
+                self._fail(running, error, now)  # nobody would give cells back
+                return False
+            running.steps = None  # it has taken nothing: it waits for pages as before
+            running.ticket.state, running.ticket.started = State.WAITING, None
+            return False
+        except Exception as error:
+            self._fail(running, error, now)
+            return False
+        return running.ticket.job_id in self._running
+
+    def _run(self, chosen: list[tuple[_Running, Need, int]], now: float, clock) -> None:
+        # Rows of one session side by side: they share its context.
+        chosen.sort(key=lambda one: (one[0].ticket.session, one[0].ticket.job_id))
+        try:
+            found = run_together(self._executor, [(need, count) for _, need, count in chosen])
+        except Exception as error:
+            if isinstance(error, CapacityError) and len(chosen) > 1:
+                # Together they see more stretches than a step's table holds: nothing has run.
+                for one in chosen:
+                    self._run([one], now, clock)
+                return
+            for running, _, _ in chosen:
+                self._fail(running, error, now)
+            return
+        ended = clock()
+        for (running, need, _), ran in zip(chosen, found, strict=True):
+            if need.outputs and ran.tokens == need.tokens and running.ticket.first_output is None:
+                running.ticket.first_output = ended
+            try:
+                self._next(running, ran, ended)
+            except Exception as error:
+                self._fail(running, error, ended)
+
+    def _next(self, running: _Running, ran: Ran | None, now: float) -> None:
+        """Go on to the verb's next need, noting tokens on the way, or to its end."""
+        steps = running.steps
+        assert steps is not None
+        answering = False
+        try:
+            item = next(steps) if ran is None else steps.send(ran)
+            while not isinstance(item, Need):
+                running.ticket.tokens.append(item)
+                answering = True
+                item = next(steps)
+        except StopIteration as end:
+            running.ticket.result = end.value
+            self._end(running, State.DONE, now)
+            return
+        running.need = item
+        is_answer = answering and item.tokens == 1
+        running.job = dataclasses.replace(
+            running.job, tokens=item.tokens, least=item.least, outputs=item.outputs, pages=0,
+            started=True, decodes=is_answer, arrived=now if is_answer else running.job.arrived,
+        )  # fmt: skip
+
+    def _fail(self, running: _Running, error: BaseException, now: float) -> None:
+        running.ticket.error = error
+        self._end(running, State.FAILED, now)
+
+    def _end(self, running: _Running, state: State, now: float) -> None:
+        if running.steps is not None:
+            running.steps.close()
+        running.ticket.state, running.ticket.ended = state, now
+        del self._running[running.ticket.job_id]
