@@ -50,6 +50,8 @@ class Job:
       arrived: seconds on any clock; of a running answer, when its last token was drawn.
       deadline: on the same clock; a job that has not started by then is not run.
       after: jobs that must be done before.
+      exclusive: it runs beside nothing else of its session, behind what came before it there and
+        before what came later.
     """
 
     job_id: int
@@ -64,6 +66,7 @@ class Job:
     arrived: float
     deadline: float = math.inf
     after: frozenset[int] = frozenset()
+    exclusive: bool = False
 
 
 AGE_S: Mapping[JobClass, float] = {
@@ -191,18 +194,26 @@ def plan(jobs: Sequence[Job], limits: Limits, free_pages: int, now: float) -> St
 
 
 def _runnable(jobs: Sequence[Job]) -> list[Job]:
-    """Jobs that wait for no other one: all of `after` is gone, earlier appends of a session too."""
+    """Jobs that wait for no other one, be it named or of their session."""
     alive = {job.job_id for job in jobs}
-    first: dict[str, int] = {}
-    for job in jobs:
+    oldest: dict[str, int] = {}
+    oldest_append: dict[str, int] = {}
+    barrier: dict[str, int] = {}
+    for job in sorted(jobs, key=lambda job: job.job_id):
+        oldest.setdefault(job.session, job.job_id)
         if job.job_class is JobClass.APPEND:
-            first[job.session] = min(first.get(job.session, job.job_id), job.job_id)
-    return [
-        job
-        for job in jobs
-        if not job.after & alive
-        and (job.job_class is not JobClass.APPEND or first[job.session] == job.job_id)
-    ]
+            oldest_append.setdefault(job.session, job.job_id)
+        if job.exclusive:
+            barrier.setdefault(job.session, job.job_id)
+
+    def waits(job: Job) -> bool:
+        if job.after & alive or job.job_id > barrier.get(job.session, job.job_id):
+            return True
+        if job.exclusive and oldest[job.session] != job.job_id:
+            return True
+        return job.job_class is JobClass.APPEND and oldest_append[job.session] != job.job_id
+
+    return [job for job in jobs if not waits(job)]
 
 
 def _turns(jobs: Sequence[Job]) -> dict[int, int]:

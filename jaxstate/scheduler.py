@@ -109,6 +109,7 @@ class Scheduler:
         now: float,
         deadline: float = math.inf,
         after: frozenset[int] = frozenset(),
+        exclusive: bool = False,
     ) -> Ticket:
         """Queue a verb.
 
@@ -117,6 +118,7 @@ class Scheduler:
           tokens: about how many it will forward first.
           cells: most cells that it can ever need.
           after: job ids of verbs that must be over first.
+          exclusive: see plan.Job; for durable verbs that evict or roll back, see Verbs.
         Raises:
           CapacityError: it would not fit an empty pool.
         """
@@ -134,6 +136,7 @@ class Scheduler:
         job = Job(
             job_id=job_id, job_class=job_class, session=session, tokens=max(tokens, 1),
             outputs=0, pages=pages, arrived=now, deadline=deadline, after=after,
+            exclusive=exclusive,
         )  # fmt: skip
         self._running[job_id] = _Running(ticket=ticket, begin=begin, job=job)
         return ticket

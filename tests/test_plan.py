@@ -39,6 +39,7 @@ jobs_lists = st.lists(
         arrived=st.sampled_from([0.0, 5.0, 9.0, 9.5]),
         deadline=st.sampled_from([math.inf, 4.0, 10.0, 11.0]),
         after=st.sets(st.integers(0, 5), max_size=1),
+        exclusive=st.integers(0, 4).map(lambda n: n == 0),
     ),
     max_size=9,
 )
@@ -80,8 +81,11 @@ def test_any_plan_keeps_to_its_limits_and_to_the_jobs(drawn, rows, tokens, free,
         job.job_id for job in jobs if job.deadline <= 10.0 and not job.started
     }
     assert all(by_id[job_id].pages > 0 for job_id in step.short_of_pages)
+    alive = [job for job in jobs if job.job_id not in step.expired]
     for job_id in planned:
         job = by_id[job_id]
+        older = [o for o in alive if o.session == job.session and o.job_id < job_id]
+        assert not any(other.exclusive for other in older) and not (job.exclusive and older)
         if job.job_class is JobClass.APPEND:
             assert not any(
                 other.job_class is JobClass.APPEND and other.session == job.session
@@ -155,6 +159,16 @@ def test_a_job_that_waits_for_another_runs_behind_it():
     jobs = [_job(0, JobClass.APPEND), _job(1, after=frozenset({0}))]
     assert _pieces(plan(jobs, LIMITS, 0, now=0.1)) == {0: 5}
     assert _pieces(plan(jobs[1:], LIMITS, 0, now=0.1)) == {1: 5}
+
+
+def test_an_exclusive_job_runs_behind_what_came_before_it_and_before_what_came_later():
+    jobs = [
+        _job(0, session="s"), _job(1, JobClass.APPEND, session="s", exclusive=True),
+        _job(2, session="s"), _job(3, session="t"),
+    ]  # fmt: skip
+    assert set(_pieces(plan(jobs, LIMITS, 0, now=0.1))) == {0, 3}
+    assert set(_pieces(plan(jobs[1:3], LIMITS, 0, now=0.1))) == {1}
+    assert set(_pieces(plan(jobs[2:], LIMITS, 0, now=0.1))) == {2, 3}
 
 
 def test_small_ones_pass_a_job_short_of_pages_until_it_is_overdue():
