@@ -19,10 +19,12 @@ The exit code is 1 if a check does not hold, something raised or the deadline cu
 
 from __future__ import annotations
 
+import pathlib
 import sys
 import time
 
-import device_sources
+sys.path.insert(0, str(pathlib.Path(__file__).with_name("device")))
+import device_sources  # noqa: E402
 
 if __name__ == "__main__":
     _began = time.perf_counter()

@@ -25,7 +25,7 @@ from jaxstate.state import StepShape
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "bench" / "device_check.py"
-sys.path.insert(0, str(SCRIPT.parent))
+sys.path[:0] = [str(SCRIPT.parent), str(SCRIPT.parent / "device")]
 device_attention, device_jobs, device_kernels, device_problem, device_report, device_run = (
     importlib.import_module(f"device_{name}")
     for name in ("attention", "jobs", "kernels", "problem", "report", "run")
@@ -60,7 +60,7 @@ class Bare:
         return None if hidden else spec
 
 sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Bare]  # no finder of editable installs
-sys.path.insert(0, {folder!r})
+sys.path[:0] = [{folder!r}, {folder!r} + "/device"]
 {before}
 try:
     runpy.run_path({script!r}, run_name="__main__")

@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def make_importable() -> None:
@@ -53,4 +53,4 @@ def _link(folder: pathlib.Path) -> None:
             if path.is_file() and path.name != "__init__.py":
                 (target / path.name).symlink_to(path)
     if importlib.util.find_spec("chex") is None:
-        (folder / "chex.py").symlink_to(ROOT / "bench" / "device_chex.py")
+        (folder / "chex.py").symlink_to(pathlib.Path(__file__).with_name("device_chex.py"))
