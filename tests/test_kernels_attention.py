@@ -16,6 +16,7 @@ import numpy as np
 import platformdirs
 import pytest
 from hypothesis import stateful
+from interpreted import options_for
 from oracle import tiny
 from oracle.machine import machine_for
 
@@ -128,7 +129,7 @@ def _attention(case: Case):
             precision=jax.lax.Precision.HIGHEST,
         )
 
-    return jax.jit(attend)
+    return jax.jit(attend, compiler_options=options_for(name))
 
 
 def _run(case, inputs, items_by_length):
@@ -433,7 +434,8 @@ def test_interpreted_kernel_equals_plain_xla_at_every_head_dim(head_dim, page_si
             functools.partial(
                 dispatch.attend, name, block_tokens=2, window=None,
                 precision=jax.lax.Precision.HIGHEST,
-            )
+            ),
+            compiler_options=options_for(name),
         )(*inputs)
         for name in ("xla", "pallas_gpu_interpret")
     )  # fmt: skip

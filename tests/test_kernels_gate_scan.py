@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from interpreted import options_for
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_interpreter
 from jax.experimental.pallas import tpu as pltpu
 
@@ -32,7 +33,8 @@ scans = pytest.mark.parametrize("name", SCANS)
 @functools.cache
 def _jitted(name, of, scale=1.0, softcap=None):
     module, options = SCANS[name]
-    return jax.jit(functools.partial(getattr(module, of), scale=scale, softcap=softcap, **options))
+    scan = functools.partial(getattr(module, of), scale=scale, softcap=softcap, **options)
+    return jax.jit(scan, compiler_options=options_for(name))
 
 
 def _bits(allowed):

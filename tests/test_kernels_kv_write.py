@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from interpreted import OPTIONS
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_interpreter
 from jax.experimental.pallas import tpu as pltpu
 
@@ -83,7 +84,8 @@ def test_write_makes_no_copy_of_the_pool(count):
 
 
 def _jitted(write, interpret):
-    return jax.jit(functools.partial(write, interpret=interpret), donate_argnums=(0, 1))
+    write = functools.partial(write, interpret=interpret)
+    return jax.jit(write, donate_argnums=(0, 1), compiler_options=OPTIONS)
 
 
 KERNELS = {
