@@ -33,7 +33,7 @@ class State(enum.Enum):
     CANCELLED = "cancelled"
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Ticket:
     """A submitted verb.
 
@@ -141,15 +141,22 @@ class Scheduler:
         self._running[job_id] = _Running(ticket=ticket, begin=begin, job=job)
         return ticket
 
-    def cancel(self, ticket: Ticket, now: float) -> None:
-        """End a verb where it is; its cells are given back at once. Nothing if it is over."""
+    def cancel(self, ticket: Ticket, now: float) -> bool:
+        """End a verb where it is and give its cells back at once; False if it goes on or is over.
+
+        An append that has begun goes on: what it evicts is gone by then.
+        """
         running = self._running.get(ticket.job_id)
-        if running is not None:
-            self._end(running, State.CANCELLED, now)
+        begun = running is not None and running.steps is not None
+        if running is None or (begun and ticket.job_class is JobClass.APPEND):
+            return False
+        self._end(running, State.CANCELLED, now)
+        return True
 
     def step(self, now: float, clock: Callable[[], float] | None = None) -> StepPlan:
         """Plan one step at `now` and run it; an empty plan means that nothing can run.
 
+        Where nothing runs that would give pages back, the first in line for some fails.
         A verb that raises ends FAILED; those beside it go on. If the step itself fails, so does
         every verb that had tokens in it, and no other.
 
@@ -181,21 +188,35 @@ class Scheduler:
             chosen.append((running, need, count))
         if chosen:
             self._run(chosen, now, clock or (lambda: now))
+        elif step.short_of_pages and not self._gives_back():
+            self._refuse(self._running[step.short_of_pages[0]], now)
         return step
+
+    def _gives_back(self) -> bool:
+        """Whether some verb has begun, which gives its pages back one day."""
+        return any(running.steps is not None for running in self._running.values())
+
+    def _refuse(self, running: _Running, now: float) -> None:
+        free = self._pages.num_free
+        error = PoolFullError(
+            f"session {running.ticket.session}: {running.job.pages} pages are needed, {free} of "
+            f"{self._pages.num_pages} are free, and nothing runs that would give some back; close "
+            "a session or start with more num_pages"
+        )
+        self._fail(running, error, now)
 
     def _begin(self, running: _Running, now: float) -> bool:
         """Begin a verb: False if it did not come to a need."""
         running.ticket.state = State.RUNNING
         running.ticket.started = now
-        running.steps = running.begin()
         try:
+            running.steps = running.begin()  # some check their arguments at once
             self._next(running, None, now)
         except PoolFullError as error:
-            others = (other for other in self._running.values() if other is not running)
-            if not any(other.steps is not None for other in others):
-                self._fail(running, error, now)  # nobody would give cells back
+            running.steps = None  # it has taken nothing
+            if not self._gives_back():
+                self._fail(running, error, now)
                 return False
-            running.steps = None  # it has taken nothing: it waits for pages as before
             running.ticket.state, running.ticket.started = State.WAITING, None
             return False
         except Exception as error:

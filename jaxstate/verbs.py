@@ -238,6 +238,7 @@ class Verbs:
         tree = ChoiceTree(checked)
         longest = max(len(choice) for choice in checked)
         checks.positions(self.model, session.context_len, len(ids), longest)
+        version, context_len = session.version, session.context_len
         paid, skip = session_module.longest_paid(session, ids)
         tail = self._tail(session, next(self._owners), paid, skip, len(ids) - skip)
         try:
@@ -251,8 +252,8 @@ class Verbs:
             finish_reason=FinishReason.CHOICE,
             text=self._tokenizer.decode(checked[best]) if self._tokenizer else "",
             source=Source.RESUMED if skip else Source.COMPUTED,
-            version=session.version,
-            context_len=session.context_len,
+            version=version,
+            context_len=context_len,
             tokens_forwarded=tail.tokens_forwarded,
             gap=root.gap,
             blocks_kept=self._blocks_kept,

@@ -1,0 +1,37 @@
+"""Many sessions side by side against the history-true reference: no mismatch, no leaked cell."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+from oracle import tiny
+from oracle.equality import Rule
+from oracle.many import Many
+
+SETUPS = [tiny.GROUPED, tiny.native(tiny.WINDOWED), tiny.ROTATING]
+EVENTS = ("slid", "older version", "QUERY cancelled", "EXPIRED", "append refused", "DONE")
+
+
+def _play(setup: tiny.Setup, seed: int, operations: int) -> collections.Counter:
+    rule = Rule()
+    many = Many(setup, seed, rule)
+    many.play(operations)
+    print(setup.name, seed, dict(many.events))
+    return many.events
+
+
+def test_two_hundred_verbs_side_by_side_equal_history():
+    total = collections.Counter()
+    for seed, setup in enumerate(SETUPS):
+        total += _play(setup, seed, 200)
+    assert not [event for event in EVENTS if not total[event]], total
+    # Rows do share steps.
+    assert total["rows"] > 1.3 * total["steps"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
+@pytest.mark.parametrize("seed", range(10, 13))
+def test_two_thousand_verbs_side_by_side_equal_history(setup: tiny.Setup, seed: int):
+    _play(setup, seed, 2000)
