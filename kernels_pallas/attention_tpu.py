@@ -1,15 +1,19 @@
 """Attention over paged context on TPUs, through Mosaic, and merging it with the step's own tokens.
 
-A program is (chunk of query tokens, run of KV heads), as many heads as a tile of keys has room for:
-a copy from HBM takes about as long as half a megabyte, so tiles have to be large, and heads are the
-dimension that costs no short item anything. Heads also fill the gaps that a few query rows leave on
-the chip. A tile is one strided copy of neighbouring blocks; one of fewer blocks is cut into powers
-of two, so that nothing but blocks of the item is read, at the pool's end too. With a selection each
-head has its own tiles and each block is a copy, 4 KiB at head_dim 128 in bf16.
+A program is (chunk of query tokens, run of KV heads) with as many heads as a tile has room for. A
+copy from HBM has to be large to be fast, and heads make it so without making short items dearer;
+they also fill the gaps that a few query rows leave on the chip. A tile is one strided copy of
+neighbouring blocks; one of fewer blocks is cut into powers of two, so that nothing but an item's
+blocks is read, at the pool's end too. With a selection each head has its own tiles and each block
+is a copy, of 4 KiB at head_dim 128 in bf16.
 
-Two programs at least, for chips of two cores; the context is not cut into shares. A tile never
-spans two items: separate pages of fewer than 128 cells cost a tile's time each, neighbouring pages
-none. The first tiles of a program are not under way while the one before it computes.
+There are two programs at least, for chips of two cores, and no shares of a context. A tile never
+spans two items: pages that lie apart cost a tile's arithmetic each, neighbouring pages do not. A
+program's first tiles are not on their way while the program before it computes.
+
+Compiled ahead of time for v4, v5e, v5p, v6e and TPU7x, never run. For v5e a tile of 8 heads x 256
+cells x 128 in bf16, 1 MiB with its values, comes to about 600 instructions with 4 query rows a head
+and 2,600 with 256; reading it takes 1,900 cycles at 819 GB/s, the products of 256 rows 2,048.
 
 Memory is laid out in tiles of 8 rows (f32) or 16 (bf16) and 128 lanes, and the pool is taken so.
 That is how TPU lays a pool of head_dim 128 or 256 out; for one of 64 see kv_write_tpu.py: unless it
@@ -39,7 +43,7 @@ from jaxstate.kernels_pallas.work import NUM_COLUMNS, WorkList, used_items
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 _TILE_BYTES = 2**19  # keys of a tile, all heads; the ring has four of keys and four of values
 _MIN_TILE_CELLS, _MAX_TILE_CELLS = 256, 512
-_MAX_ROWS = 256  # query rows of a chunk: products are then bound by arithmetic
+_MAX_ROWS = 256  # query rows of a chunk: arithmetic then takes longer than reading
 _MAX_SUMS = 2**18  # heads * query rows * head_dim; what has that shape takes 6 MiB of VMEM's 16
 _SMEM_BYTES = 7 * 2**17  # of 1 MiB
 _SUBLANE_BYTES = 32
@@ -143,7 +147,7 @@ def _largest_divisor(count: int, most: int) -> int:
 
 
 def _tile_heads(k_pages: jax.Array) -> int:
-    """KV heads of a tile; half of all at most, where there are more than one."""
+    """KV heads that a tile has room for."""
     kv_heads, _, _, head_dim = k_pages.shape
     head_bytes = _MIN_TILE_CELLS * _lanes(head_dim) * k_pages.dtype.itemsize
     return _largest_divisor(kv_heads, min(_TILE_BYTES // head_bytes, kv_heads))

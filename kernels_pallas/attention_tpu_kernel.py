@@ -99,7 +99,7 @@ class _Tables:
         return jnp.clip(self._end_place(one, tile.item) - tile.place, 0, self.num_places)
 
     def cell(self, one, tile: _Tile, offset):
-        """Number within its item of the first cell of the tile's place; of its last one behind."""
+        """Number within the item of the first cell of a place of the tile, at most its last."""
         place = tile.place + jnp.minimum(offset, jnp.maximum(self.count(one, tile) - 1, 0))
         if self.blocks is None:
             block = place

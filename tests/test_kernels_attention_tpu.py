@@ -70,7 +70,7 @@ SELECTED = [
     Case(4, 64, 64, 6, block_tokens=128, tokens=128, kv_heads=1),  # chunks of a block
 ]
 CASES = [(case, False) for case in ALL_BLOCKS] + [(case, True) for case in SELECTED]
-LONG = Case(2, 128, 16, 80, block_tokens=2, tokens=4, kv_heads=1)
+LONG = Case(2, 128, 16, 136, block_tokens=2, tokens=4, kv_heads=1)  # five tiles and more
 HEADS = Case(3, 64, 64, 6, "bfloat16", window=150, block_tokens=2, tokens=4)
 WATCHED_CASES = [(LONG, False), (LONG, True), (HEADS, True)]
 
@@ -119,10 +119,10 @@ def _inputs(case, rng):
     )
 
 
-def _random_items(case, rng, most=CAPACITY):
+def _random_items(case, rng):
     """Items of any length, or of one cell, one full page, nothing, all up to the pool's end."""
     items = []
-    for _ in range(rng.integers(most // 2, most + 1)):
+    for _ in range(rng.integers(CAPACITY // 2, CAPACITY + 1)):
         begin, end = np.sort(rng.integers(0, case.cells + 1, 2))
         match rng.integers(6):
             case 0:
@@ -153,7 +153,7 @@ def _random_items(case, rng, most=CAPACITY):
 
 def _selection(case, blocks_of_heads):
     """Lists of blocks; what stands behind a count is a block that all items may show, or none."""
-    blocks = np.tile(np.asarray([0, 2**30], np.int32), (case.kv_heads, case.blocks))
+    blocks = np.resize(np.asarray([0, 2**30], np.int32), (case.kv_heads, case.blocks))
     for head, named in enumerate(blocks_of_heads):
         blocks[head, : len(named)] = named
     count = np.asarray([len(named) for named in blocks_of_heads], np.int32)
@@ -235,9 +235,10 @@ def _reference(case, inputs, items, selection=None):
     return out
 
 
-def _check(case, seed, selected, *, most_items=CAPACITY, interpret=True):
+def _check(case, seed, selected, items=None, interpret=True):
     rng = np.random.default_rng(seed)
-    inputs, items = _inputs(case, rng), _random_items(case, rng, most_items)
+    inputs = _inputs(case, rng)
+    items = items or _random_items(case, rng)
     selection = _random_selection(case, rng) if selected else None
     inputs = _poisoned(case, inputs, _used(case, items, selection))
     wanted = _reference(case, inputs, items, selection)
@@ -258,8 +259,13 @@ def test_interpreted_kernel_equals_one_softmax_over_everything_visible(case, sel
 
 @pytest.mark.parametrize("case, selected", WATCHED_CASES, ids=_case_id)
 def test_tpu_interpreter_finds_no_race_and_no_read_out_of_bounds(case, selected):
+    everywhere = [
+        (0, 3, case.cells - 5, -case.cells, 9, 0, NUM_ROWS, block)
+        for block in range(case.tokens // case.block_tokens)
+    ]
     for seed in range(2):
-        _check(case, seed, selected, most_items=6, interpret=WATCHED)
+        few = _random_items(case, np.random.default_rng(seed))[:3]
+        _check(case, seed, selected, [few[0], *everywhere, *few[1:]], WATCHED)
         assert tpu_interpreter.races is not None
         assert not tpu_interpreter.races.races_found
 
@@ -276,7 +282,9 @@ END, PAGE = MIXED.cells, MIXED.page_size
         "the last cell": [(END - 1, 0, 1, -300, 0, 0, 3, 0)],
         "a full page": [(3 * PAGE, 0, PAGE, 0, 90, 0, 3, 1)],
         "the last page": [(END - PAGE, 0, PAGE, 0, 0, 0, 3, 0)],
-        "all pages": [(0, 0, END, -200, -50, 0, 3, 0)],
+        "all pages": [(0, 0, END, -300, -50, 0, 3, 0)],
+        "all but the first cells": [(0, 3, END, -300, -50, 0, 3, 0)],
+        "all but the last cells": [(0, 0, END - 3, -300, -50, 0, 3, 0)],
         "neighbours up to the end": [(END - 9 * PAGE, 5, 9 * PAGE, -5, 1, 0, 3, 0)],
         "a page seen by two rows at other places": [
             (PAGE, 0, PAGE, 10, 30, 0, 1, 0), (PAGE, 0, PAGE, 50, -30, 1, 2, 0),
