@@ -12,6 +12,7 @@ class Source(enum.Enum):
 
     COMPUTED = "computed"  # the whole question was forwarded for it
     RESUMED = "resumed"  # part or all of the question had been paid for by `advance`
+    FLASH = "flash"  # a registered question, answered before it was asked
 
 
 class FinishReason(enum.Enum):

@@ -15,6 +15,23 @@ class PoolFullError(CapacityError):
     """Too few pages are free now; others may give some back."""
 
 
+class BusyError(JaxStateError):
+    """Too much waits already; `retry_after_s` says when to come again, about."""
+
+    def __init__(self, message: str, retry_after_s: float):
+        """Say what is full, and for how long, about."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ExpiredError(JaxStateError):
+    """The deadline passed before anything was run."""
+
+
+class CancelledError(JaxStateError):
+    """It was cancelled before it ended."""
+
+
 class SessionError(JaxStateError):
     """The session is unknown, closed, or cannot do what was asked in its present state."""
 

@@ -153,6 +153,18 @@ class Scheduler:
         self._end(running, State.CANCELLED, now)
         return True
 
+    def cancel_session(self, session: str, now: float) -> bool:
+        """Cancel all verbs of a session; False if one goes on."""
+        of_session = [one.ticket for one in self._running.values() if one.ticket.session == session]
+        for ticket in of_session:
+            self.cancel(ticket, now)
+        return all(ticket.is_over for ticket in of_session)
+
+    def end(self, now: float) -> None:
+        """End everything where it is, appends too: nobody will run them."""
+        for running in list(self._running.values()):
+            self._end(running, State.CANCELLED, now)
+
     def step(self, now: float, clock: Callable[[], float] | None = None) -> StepPlan:
         """Plan one step at `now` and run it; an empty plan means that nothing can run.
 

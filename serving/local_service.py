@@ -1,0 +1,444 @@
+"""An engine and its worker thread in one process: verbs from any thread, many in each step.
+
+    service = LocalService(engine)
+    session = service.create(prompt_ids)
+    service.append(session, row_ids)                      # goes on in the background
+    flash = service.register(session, Question(token_ids=question_ids, max_new_tokens=4))
+    for token in service.query(session, question): …     # Pending: tokens as they are drawn
+    service.close()
+
+One thread owns engine and scheduler; callers hand it commands and wait for what becomes of them.
+Registered questions are answered in its idle time, all of a session's together, after every change
+of the session. An answer that is there already is looked up by the caller's own thread.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+from jaxstate.answer import Answer, Token
+from jaxstate.engine import Engine
+from jaxstate.errors import (
+    BusyError,
+    CancelledError,
+    ExpiredError,
+    JaxStateError,
+    SessionError,
+)
+from jaxstate.flash import FlashBoard, FlashQuery, Question
+from jaxstate.plan import JobClass, Limits
+from jaxstate.scheduler import Scheduler, State, Ticket
+from jaxstate.session import WhenFull
+
+Stale = Literal["compute", "wait", "serve"]
+"""What a query does whose registered answer is not of the newest version: compute it now, wait for
+the one that is coming, or take the old one, which says its version."""
+
+
+class Pending:
+    """A verb under way: `result()` waits for its end, iteration yields an answer's tokens."""
+
+    def __init__(self, changed: threading.Condition, ticket: Ticket | None, result: Any = None):
+        """Made by LocalService; without a ticket it is done and has this result."""
+        self._changed = changed
+        self._ticket = ticket
+        self._result = result
+        self._cancel: Callable[[], Any] = lambda: None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self._ticket is None or self._ticket.is_over
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait for the end and return what the verb returns, or raise what it raised.
+
+        Raises:
+          TimeoutError: it goes on.
+          ExpiredError, CancelledError: it was not run, or not to its end.
+        """
+        ticket = self._ticket
+        if ticket is None:
+            return self._result
+        with self._changed:
+            if not self._changed.wait_for(lambda: ticket.is_over, timeout_s):
+                raise TimeoutError(f"{ticket.job_class.name} of session {ticket.session} goes on")
+        if ticket.error is not None:
+            raise ticket.error
+        if ticket.state is State.EXPIRED:
+            raise ExpiredError(f"session {ticket.session}: the deadline passed, nothing was run")
+        if ticket.state is State.CANCELLED:
+            raise CancelledError(f"session {ticket.session}: cancelled")
+        return ticket.result
+
+    def __iter__(self) -> Iterator[Token]:
+        """Yield tokens as they are drawn; raises as `result` does."""
+        ticket = self._ticket
+        if ticket is None:
+            yield from self._result.tokens
+            return
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: ticket.tokens or ticket.is_over)
+                tokens = list(ticket.tokens)
+                ticket.tokens.clear()
+            yield from tokens
+            if not tokens:
+                self.result()
+                return
+
+    def cancel(self) -> None:
+        """End it at the next step; an append that has begun goes on."""
+        self._cancel()
+
+
+class LocalService:
+    """Verbs of an engine for many threads at once."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        step_tokens: int | None = None,
+        max_waiting: int = 1024,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Start the worker; from now on nobody else may use the engine.
+
+        Args:
+          step_tokens: most tokens of a step, what a question may have to wait for; None = the
+            largest compiled step.
+          max_waiting: verbs that may wait; more are refused with BusyError.
+          clock: seconds, never going back.
+        """
+        largest = engine.executor.config.step_shapes[-1]
+        limits = Limits(
+            tokens=min(step_tokens or largest.num_tokens, largest.num_tokens),
+            rows=largest.num_rows,
+        )
+        self._engine = engine
+        self._scheduler = Scheduler(engine.executor, engine.pages, limits)
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._commands: collections.deque[Callable[[], Any]] = collections.deque()
+        self._boards: dict[str, FlashBoard] = {}
+        self._evaluating: dict[Ticket, tuple[FlashBoard, FlashQuery]] = {}
+        self._appending: dict[Ticket, int] = {}  # tokens
+        self._versions: dict[str, int] = {}  # computed, of open sessions
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._step_s = 0.01  # of late
+        self._thread = threading.Thread(target=self._run, name="jaxstate-worker", daemon=True)
+        self._thread.start()
+
+    # Sessions
+
+    def create(
+        self,
+        frozen: Sequence[int] = (),
+        *,
+        session_id: str | None = None,
+        when_full: WhenFull = "error",
+    ) -> str:
+        """See Engine.create; returns when the prefix is computed."""
+
+        def create() -> str:
+            name = self._engine.create(frozen, session_id=session_id, when_full=when_full)
+            self._versions[name] = self._engine.session(name).version
+            self._boards[name] = FlashBoard()
+            return name
+
+        return self._call(create)
+
+    def fork(self, session_id: str, *, new_id: str | None = None) -> str:
+        """See Engine.fork; registered questions stay with the parent."""
+
+        def fork() -> str:
+            name = self._engine.fork(session_id, new_id=new_id)
+            self._versions[name] = self._engine.session(name).version
+            self._boards[name] = FlashBoard()
+            return name
+
+        return self._call(fork)
+
+    def close_session(self, session_id: str) -> None:
+        """Cancel what is under way on a session and free its cells; see Engine.close.
+
+        Raises:
+          SessionError: unknown, or an append is being computed.
+        """
+
+        def close() -> None:
+            self._engine.session(session_id)
+            if not self._scheduler.cancel_session(session_id, self._clock()):
+                raise SessionError(
+                    f"session {session_id}: an append is being computed; close it when it is done"
+                )
+            self._engine.close(session_id)
+            del self._versions[session_id], self._boards[session_id]
+
+        self._call(close)
+
+    # Verbs
+
+    def append(self, session_id: str, token_ids: Sequence[int], **how: Any) -> Pending:
+        """See Engine.append; its result is the new version. `how`: deadline_s."""
+        count = len(token_ids)
+
+        def submit(pending: Pending) -> None:
+            session = self._engine.session(session_id)
+            ahead = sum(
+                tokens for ticket, tokens in self._appending.items() if ticket.session == session_id
+            )
+            full = session.context_len + ahead + count > self._engine.config.context_len
+            self._submit(
+                pending, self._engine.verbs.append, session_id, token_ids, JobClass.APPEND,
+                cells=count, exclusive=full, **how,
+            )  # fmt: skip
+            assert pending._ticket is not None
+            self._appending[pending._ticket] = count
+            # What has not begun would be of a version that is about to pass.
+            for ticket in list(self._evaluating):
+                if ticket.session == session_id and ticket.state is State.WAITING:
+                    self._scheduler.cancel(ticket, self._clock())
+
+        return self._pending(submit)
+
+    def query(
+        self, session_id: str, question: Question, *, stale: Stale = "compute", **how: Any
+    ) -> Pending:
+        """Ask; its result is the Answer, its tokens come as they are drawn.
+
+        Args:
+          stale: what to do where the registered answer is of an older version, see Stale.
+          how: deadline_s, seconds after which it need not be begun any more.
+        """
+        with self._changed:
+            answer = self._look_up(session_id, question, stale=stale == "serve")
+            if answer is None and stale == "wait":
+                self._changed.wait_for(lambda: not self._is_coming(session_id, question))
+                answer = self._look_up(session_id, question)
+        if answer is not None:
+            return Pending(self._changed, None, answer)
+
+        def submit(pending: Pending) -> None:
+            self._submit_question(pending, session_id, question, JobClass.QUERY, **how)
+
+        return self._pending(submit)
+
+    # Flash Queries
+
+    def register(self, session_id: str, question: Question) -> FlashQuery:
+        """Have a question answered in idle time, now and after every change of the session."""
+
+        def register() -> FlashQuery:
+            self._engine.session(session_id)
+            return self._boards[session_id].register(question)
+
+        return self._call(register)
+
+    def unregister(self, session_id: str, flash_id: int) -> None:
+        """Forget a registered question."""
+
+        def unregister() -> None:
+            self._engine.session(session_id)
+            self._boards[session_id].unregister(flash_id)
+
+        self._call(unregister)
+
+    def wait_until_idle(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing runs or waits and all registered questions are answered.
+
+        Raises:
+          TimeoutError: it is not so yet.
+          CancelledError: the service was closed.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_idle() or self._closing, timeout_s):
+                raise TimeoutError(f"{self._scheduler.num_waiting} verbs are under way")
+            if self._closing:
+                raise self._closed()
+
+    def close(self) -> None:
+        """End what is under way, and the worker; sessions stay in the engine."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # From callers to the worker
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        """Run a function on the worker and return what it returns, or raise."""
+        done: list[tuple[Any, BaseException | None]] = []
+
+        def command() -> None:
+            try:
+                done.append((function(), None))
+            except Exception as error:
+                done.append((None, error))
+
+        with self._changed:
+            self._enqueue(command)
+            self._changed.wait_for(lambda: done or self._closing)
+        if not done:
+            raise self._closed()
+        result, error = done[0]
+        if error is not None:
+            raise error
+        return result
+
+    def _pending(self, submit: Callable[[Pending], None]) -> Pending:
+        """Have the worker submit a verb and return when it has."""
+        with self._changed:
+            if self._scheduler.num_waiting + len(self._commands) >= self._max_waiting:
+                raise BusyError(
+                    f"{self._max_waiting} verbs wait already, which is the limit; come again",
+                    retry_after_s=self._max_waiting * self._step_s / self._scheduler.limits.rows,
+                )
+        pending = Pending(self._changed, None)
+        self._call(functools.partial(submit, pending))
+        return pending
+
+    def _enqueue(self, command: Callable[[], None]) -> None:
+        if self._closing:
+            raise self._closed()
+        self._commands.append(command)
+        self._changed.notify_all()
+
+    def _closed(self) -> CancelledError:
+        why = f": {self._failure!r}" if self._failure else ""
+        return CancelledError(f"the service is closed{why}")
+
+    def _look_up(self, session_id: str, question: Question, stale: bool = False) -> Answer | None:
+        board = self._boards.get(session_id)
+        if board is None:
+            return None
+        return board.look_up(question, self._versions[session_id], stale=stale)
+
+    def _is_coming(self, session_id: str, question: Question) -> bool:
+        """Whether a registered question is going to have an answer of the newest version."""
+        board = self._boards.get(session_id)
+        if self._closing or board is None:
+            return False
+        return board.find(question) in board.outdated(self._versions[session_id])
+
+    # On the worker
+
+    def _submit_question(
+        self, pending: Pending, session_id: str, question: Question, job_class: JobClass, **how: Any
+    ) -> None:
+        verbs = self._engine.verbs
+        if question.choices:
+            begin = functools.partial(verbs.choose, choices=question.choices)
+            cells = len(question.token_ids)
+        else:
+            begin = functools.partial(
+                verbs.stream, max_new_tokens=question.max_new_tokens, eos_ids=question.eos_ids,
+                sampling=question.sampling,
+            )  # fmt: skip
+            cells = len(question.token_ids) + question.max_new_tokens
+        self._submit(pending, begin, session_id, question.token_ids, job_class, cells=cells, **how)
+
+    def _submit(
+        self,
+        pending: Pending,
+        begin: Callable,
+        session_id: str,
+        token_ids: Sequence[int],
+        job_class: JobClass,
+        *,
+        cells: int,
+        exclusive: bool = False,
+        deadline_s: float = math.inf,
+    ) -> None:
+        self._engine.session(session_id)  # known, or refused at once
+        now = self._clock()
+        ticket = self._scheduler.submit(
+            functools.partial(begin, session_id, token_ids), job_class=job_class,
+            session=session_id, tokens=len(token_ids), cells=cells, now=now,
+            deadline=now + deadline_s, exclusive=exclusive,
+        )  # fmt: skip
+        pending._ticket = ticket
+
+        def cancel() -> None:
+            with self._changed:
+                self._enqueue(lambda: self._scheduler.cancel(ticket, self._clock()))
+
+        pending._cancel = cancel
+
+    def _run(self) -> None:
+        """Work; whatever ends it, nobody waits for ever."""
+        try:
+            self._work()
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            with self._changed:
+                self._closing = True
+                self._scheduler.end(self._clock())
+                self._changed.notify_all()
+
+    def _work(self) -> None:
+        """Run commands and steps until the service is closed."""
+        while True:
+            with self._changed:
+                self._changed.notify_all()
+                if not self._commands and not self._closing and self._is_idle():
+                    self._changed.wait()
+                commands = list(self._commands)
+                self._commands.clear()
+                if self._closing:
+                    return
+            for command in commands:
+                command()
+            began = self._clock()
+            step = self._scheduler.step(began, self._clock)
+            if step.tokens:
+                self._step_s += 0.1 * (self._clock() - began - self._step_s)
+            with self._changed:
+                self._note_ends()
+                self._evaluate()
+
+    def _note_ends(self) -> None:
+        for ticket in [ticket for ticket in self._appending if ticket.is_over]:
+            del self._appending[ticket]
+            if ticket.state is State.DONE:
+                # From here on no answer of the version before is served as current.
+                self._versions[ticket.session] = ticket.result
+                self._boards[ticket.session].forget_errors()
+        for ticket in [ticket for ticket in self._evaluating if ticket.is_over]:
+            board, query = self._evaluating.pop(ticket)
+            if ticket.state is State.DONE:
+                board.note(query, ticket.result, self._clock())
+            elif ticket.error is not None:
+                query.error = ticket.error
+
+    def _evaluate(self) -> None:
+        """Submit what registered questions lack, together, where no append is on its way."""
+        busy = {ticket.session for ticket in (*self._appending, *self._evaluating)}
+        for session_id, board in self._boards.items():
+            if session_id in busy:
+                continue
+            for query in board.outdated(self._versions[session_id]):
+                pending = Pending(self._changed, None)
+                try:
+                    self._submit_question(pending, session_id, query.question, JobClass.FLASH)
+                except JaxStateError as error:
+                    query.error = error
+                    continue
+                assert pending._ticket is not None
+                self._evaluating[pending._ticket] = (board, query)
+
+    def _is_idle(self) -> bool:
+        return not self._scheduler.num_waiting and not any(
+            board.outdated(self._versions[session_id]) for session_id, board in self._boards.items()
+        )

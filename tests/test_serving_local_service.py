@@ -1,0 +1,264 @@
+"""A service in process: verbs from many threads, answers before they are asked, an orderly end."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import threading
+
+import pytest
+import tiny_engine
+
+from jaxstate.answer import Source
+from jaxstate.errors import BusyError, CancelledError, ExpiredError, InputError, SessionError
+from jaxstate.flash import Question
+from jaxstate.serving.local_service import LocalService
+
+WAIT_S = 60
+
+
+@functools.cache
+def _compiled():
+    return tiny_engine.build(num_pages=96)
+
+
+@pytest.fixture
+def service():
+    engine = _compiled()
+    service = LocalService(engine)
+    yield service
+    service.close()
+    for session in engine.session_ids:
+        engine.close(session)
+    assert engine.cells_held == 0
+
+
+def _question(seed, count=4, **how):
+    return Question(token_ids=tuple(tiny_engine.random_ids(seed, 5)), max_new_tokens=count, **how)
+
+
+def _hold(service):
+    """Hold the worker up until the event returned is set; what is asked meanwhile gathers."""
+    taken, release = threading.Event(), threading.Event()
+
+    def command():
+        taken.set()
+        assert release.wait(WAIT_S)
+
+    with service._changed:
+        service._commands.append(command)
+        service._changed.notify_all()
+    assert taken.wait(WAIT_S)
+    return release
+
+
+def _wait_for_commands(service, count):
+    with service._changed:
+        assert service._changed.wait_for(lambda: len(service._commands) == count, WAIT_S)
+
+
+def _greedy(context, question):
+    return tuple(tiny_engine.greedy([*context, *question.token_ids], question.max_new_tokens))
+
+
+def test_many_threads_ask_and_append_and_every_answer_is_of_its_version(service):
+    def user(n):
+        context = tiny_engine.random_ids(n, 8)
+        session = service.create(context)
+        contexts = [context]
+        for turn in range(3):
+            new = tiny_engine.random_ids(100 * n + turn, 6)
+            appended = service.append(session, new)
+            contexts.append(contexts[-1] + new)
+            question = _question(n + turn)
+            pending = service.query(session, question)
+            tokens = [token.token_id for token in pending]
+            answer = pending.result()
+            assert tuple(tokens) == answer.token_ids
+            assert answer.token_ids == _greedy(contexts[answer.version], question)
+            assert appended.result(WAIT_S) == turn + 1
+        service.close_session(session)
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(user, range(6), timeout=WAIT_S))
+
+
+def test_registered_questions_are_answered_before_they_are_asked(service):
+    context = tiny_engine.random_ids(1, 20)
+    session = service.create(context)
+    questions = [_question(n) for n in range(5)]
+    for question in questions:
+        service.register(session, question)
+    service.wait_until_idle(WAIT_S)
+    forwarded = service._engine.executor.tokens_forwarded
+    for question in questions:
+        answer = service.query(session, question).result()
+        assert answer.source is Source.FLASH and answer.tokens_forwarded == 0
+        assert answer.token_ids == _greedy(context, question)
+    assert service._engine.executor.tokens_forwarded == forwarded
+    asked = service.query(session, _question(9)).result()
+    assert asked.source is Source.COMPUTED
+
+
+def test_a_change_makes_answers_old_and_new_ones_come_by_themselves(service):
+    context = tiny_engine.random_ids(1, 20)
+    session = service.create(context)
+    flash = service.register(session, _question(3))
+    service.wait_until_idle(WAIT_S)
+    new = tiny_engine.random_ids(2, 5)
+    assert service.append(session, new).result(WAIT_S) == 1
+    answer = service.query(session, _question(3), stale="wait").result()
+    assert (answer.version, answer.source) == (1, Source.FLASH)
+    assert answer.token_ids == _greedy([*context, *new], _question(3))
+    assert flash.evaluations == 2
+
+
+def test_an_old_answer_is_served_only_on_wish_and_says_its_version(service):
+    context = tiny_engine.random_ids(1, 20)
+    session = service.create(context)
+    question = _question(3)
+    service.register(session, question)
+    service.wait_until_idle(WAIT_S)
+    with service._changed:  # the worker is held up before it can evaluate anew
+        service._versions[session] = 7
+        old = service.query(session, question, stale="serve").result()
+        assert (old.version, old.source) == (0, Source.FLASH)
+        assert service._look_up(session, question) is None
+        service._versions[session] = 0
+
+
+def test_a_burst_of_appends_is_evaluated_once(service):
+    context = tiny_engine.random_ids(1, 10)
+    session = service.create(context)
+    flash = [service.register(session, _question(n)) for n in range(3)]
+    service.wait_until_idle(WAIT_S)
+    release = _hold(service)
+    burst = []
+    threads = [
+        threading.Thread(target=lambda n=n: burst.append(service.append(session, [n])))
+        for n in range(20)
+    ]
+    for thread in threads:
+        thread.start()
+    _wait_for_commands(service, 20)
+    release.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(one.result(WAIT_S) for one in burst) == list(range(1, 21))
+    service.wait_until_idle(WAIT_S)
+    assert [query.evaluations for query in flash] == [2, 2, 2]
+    assert {query.answer.version for query in flash} == {20}
+
+
+def test_questions_of_a_session_are_evaluated_together(service):
+    session = service.create(tiny_engine.random_ids(1, 40))
+    service.wait_until_idle(WAIT_S)
+    release = _hold(service)
+    board = service._boards[session]
+    for n in range(4):
+        board.register(Question(token_ids=(n + 1, 2, 3), max_new_tokens=3))
+    steps = service._engine.executor.steps
+    release.set()
+    service.wait_until_idle(WAIT_S)
+    assert service._engine.executor.steps - steps == 3
+
+
+def test_choices_are_registered_like_other_questions(service):
+    context = tiny_engine.random_ids(1, 20)
+    session = service.create(context)
+    question = Question(token_ids=(4, 5), choices=((1, 2), (3,)))
+    service.register(session, question)
+    service.wait_until_idle(WAIT_S)
+    answer = service.query(session, question).result()
+    alone = tiny_engine.dense_logprobs([*context, 4, 5])[-1]
+    assert answer.source is Source.FLASH
+    assert answer.choice == (1 if alone[3] > alone[1] else answer.choice)
+
+
+def test_a_question_that_cannot_be_answered_does_not_keep_the_service_busy(service):
+    session = service.create(tiny_engine.random_ids(1, 20))
+    for count, why in ((120, "exceed the model's 128 positions"), (1000, "at most the pool's")):
+        flash = service.register(session, _question(3, count=count))
+        service.wait_until_idle(WAIT_S)
+        assert why in str(flash.error)
+        assert flash.answer is None
+        service.unregister(session, flash.flash_id)
+    with pytest.raises(InputError, match=r"flash_id: expected one of the registered \(none\)"):
+        service.unregister(session, flash.flash_id)
+
+
+def test_wrong_verbs_raise_where_they_are_called_or_waited_for(service):
+    session = service.create([1, 2, 3])
+    with pytest.raises(SessionError, match="unknown or closed"):
+        service.append("nobody", [1])
+    with pytest.raises(InputError, match="append"):
+        service.append(session, [10**6]).result(WAIT_S)
+    with pytest.raises(ExpiredError, match="nothing was run"):
+        service.query(session, _question(1), deadline_s=-1.0).result(WAIT_S)
+
+
+def test_cancelled_questions_end_and_give_their_cells_back(service):
+    session = service.create(tiny_engine.random_ids(1, 20))
+    service.wait_until_idle(WAIT_S)
+    held = service._engine.cells_held
+    pending = service.query(session, _question(1, count=60))
+    pending.cancel()
+    with pytest.raises(CancelledError):
+        pending.result(WAIT_S)
+    service.wait_until_idle(WAIT_S)
+    assert service._engine.cells_held == held
+
+
+def test_too_many_waiting_verbs_are_refused_with_a_hint():
+    engine = _compiled()
+    service = LocalService(engine, max_waiting=2)
+    session = service.create([1, 2, 3])
+    release = _hold(service)
+    threads = [
+        threading.Thread(target=lambda: service.append(session, [1]).result(WAIT_S))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    _wait_for_commands(service, 2)
+    with pytest.raises(BusyError, match="2 verbs wait already") as busy:
+        service.append(session, [1])
+    assert busy.value.retry_after_s > 0
+    release.set()
+    for thread in threads:
+        thread.join()
+    service.close()
+    assert engine.session(session).context_len == 5
+    engine.close(session)
+
+
+def test_closing_ends_what_is_under_way_and_refuses_what_comes_later():
+    engine = _compiled()
+    service = LocalService(engine)
+    session = service.create([1, 2, 3])
+    pending = service.query(session, _question(1, count=100))
+    service.close()
+    with pytest.raises(CancelledError):
+        pending.result(WAIT_S)
+    with pytest.raises(CancelledError, match="the service is closed"):
+        service.append(session, [1])
+    engine.close(session)
+    assert engine.cells_held == 0
+
+
+def test_a_worker_that_breaks_says_so_to_everybody(monkeypatch):
+    engine = _compiled()
+    service = LocalService(engine)
+    session = service.create([1, 2, 3])
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    def broken(*_):
+        raise RuntimeError("broken plan")
+
+    monkeypatch.setattr(service._scheduler, "step", broken)
+    with pytest.raises(CancelledError):
+        service.query(session, _question(1)).result(WAIT_S)
+    with pytest.raises(CancelledError, match="broken plan"):
+        service.append(session, [1])
+    engine.close(session)
