@@ -105,11 +105,15 @@ def kinds(risks: tuple[float, ...]) -> list[Kind]:
         ("runs", 10, "misleading"),
     ]
     every: tuple[Gaps, ...] = ("uninformative", "informative")
-    usual = [(name, length, gaps) for gaps in every for name, length in errors]
-    return [
+    usual = [
         Kind(errors=name, length=length, gaps=gaps, risk=risk)
-        for pairs in (usual, extra)
-        for name, length, gaps in pairs
+        for gaps in every
+        for name, length in errors
+        for risk in risks
+    ]
+    return usual + [
+        Kind(errors=name, length=length, gaps=gaps, risk=risk)
+        for name, length, gaps in extra
         for risk in risks
     ]
 

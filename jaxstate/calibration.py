@@ -11,8 +11,8 @@ tested must pass: all tests together err in 5 % of calibrations, however many th
 
 **Where it begins.** Few samples clear the strictest thresholds, and a test that nothing could pass
 would end the sequence at once. So it begins at the first threshold that enough samples clear for
-three disagreements to be forgiven; if that is more than half of all, half are enough. This looks at
-gaps alone, never at answers, and what it knows of the sample is that few cleared the threshold
+ten disagreements to be forgiven, or a third of all samples, or as many as can pass at all. This
+looks at gaps, never at answers, and all it knows of the sample is that few cleared the threshold
 before: where larger gaps disagree less often, no lucky mix. Where they disagree more often it may
 be one; the simulation has such streams.
 
@@ -53,7 +53,7 @@ LONGEST_RUN = 32
 """Length of blocks where no disagreement tells it, and how far correlation is looked for, in
 samples. Simulated validity holds for runs of up to 20 samples in the mean."""
 
-_ERRORS_AT_START = 7.75  # expected; three or fewer are then seen in 5 % of cases
+_ERRORS_AT_START = 16.96  # expected of a wrong threshold; ten or fewer are then seen in 5 %
 _FEWEST_ERRORS = 6  # above a threshold, to measure runs there and not just above looser ones
 _RUN_CONFIDENCE = 0.8
 
@@ -322,7 +322,7 @@ def fixed_sequence(
     effective = counts**2 // np.maximum(_block_squares(clears, block_len), 1)
     errors = (clears & disagreed).sum(1)
     least = max(FEWEST_EFFECTIVE, math.ceil(math.log(1 - CONFIDENCE) / math.log1p(-risk)))
-    start = max(least, min(math.ceil(_ERRORS_AT_START / risk), effective[-1] // 2))
+    start = max(least, min(math.ceil(_ERRORS_AT_START / risk), effective[-1] // 3))
     tau, bound, num_effective = None, 1.0, int(effective[-1])
     for i in np.flatnonzero(effective >= start):
         scaled = -(-errors[i] * effective[i] // counts[i])  # rounded up
