@@ -12,7 +12,6 @@ factors included, and a cell's number stays below 2^31.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 import jax
@@ -20,12 +19,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxstate.kernels_pallas import attention_xla, tiles
+from jaxstate.kernels_pallas import attention_xla, chunks, tiles
 from jaxstate.kernels_pallas import work as work_columns
 from jaxstate.kernels_pallas.attention_xla import MASKED, Partial
 from jaxstate.kernels_pallas.rope import Angles
 from jaxstate.kernels_pallas.selection import BLOCK_CELLS, Selection
-from jaxstate.kernels_pallas.work import WorkList, used_items
+from jaxstate.kernels_pallas.work import WorkList
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 # Query rows of a chunk: their sums stay in the registers of eight warps, no spills at head_dim 128.
@@ -93,8 +92,7 @@ def attention(
     in Flash-Decoding, the division by tiles as in FlashInfer (arXiv:2501.01005).
     """
     most_rows = min(_MAX_ROWS, _MAX_SUMS // q.shape[2])
-    most_tokens = max(most_rows * k.shape[1] // q.shape[1], 1)
-    chunk_tokens = max(n for n in range(1, most_tokens + 1) if block_tokens % n == 0)
+    chunk_tokens = chunks.largest_divisor(block_tokens, most_rows * k.shape[1] // q.shape[1])
     partial = attention_xla.tail_attention(
         q, k, v, visible, block_tokens=chunk_tokens, precision=precision
     )
@@ -103,18 +101,7 @@ def attention(
         chunk_tokens=chunk_tokens, block_tokens=block_tokens, window=window, precision=precision,
         selection=selection, interpret=interpret,
     )  # fmt: skip
-    return attention_xla.normalize(_merge(partial, shares), chunk_tokens)
-
-
-def _merge(partial: Partial, shares: Partial) -> Partial:
-    """Merge with shares, whose arrays have one more axis in front."""
-    peak = jnp.maximum(partial.peak, shares.peak.max(axis=0))
-    kept, kept_shares = jnp.exp(partial.peak - peak), jnp.exp(shares.peak - peak)
-    return Partial(
-        peak=peak,
-        total=partial.total * kept + (shares.total * kept_shares).sum(axis=0),
-        mixed=partial.mixed * kept[..., None] + (shares.mixed * kept_shares[..., None]).sum(axis=0),
-    )
+    return attention_xla.normalize(attention_xla.merge(partial, shares), chunk_tokens)
 
 
 def _context(
@@ -129,35 +116,23 @@ def _context(
         _MAX_TILE_CELLS,
         max(_MIN_ROWS, pl.next_power_of_2(cells)),
     )
-    scaled = attention_xla.to_blocks(
-        q * jnp.asarray(1 / math.sqrt(head_dim), q.dtype), kv_heads, chunk_tokens
-    )
-    chunks, _, num_rows, _ = scaled.shape
-    padded_rows = max(_MIN_ROWS, pl.next_power_of_2(num_rows))
-    shares = min(-(-_PROGRAMS // (chunks * kv_heads)), -(-cells // tile_cells))
-
-    padding = (0, padded_rows - num_rows)
-    # Blocks are read whole, padding too.
-    scaled = jnp.pad(scaled, ((0, 0), (0, 0), padding, (0, 0)))
-
-    def by_row(x, value):
-        x = jnp.repeat(x.reshape(chunks, chunk_tokens), num_rows // chunk_tokens, axis=1)
-        return jnp.pad(x, ((0, 0), padding), constant_values=value)
-
-    positions = by_row(positions, 0)
-    token_rows = by_row(token_rows, work_columns.PADDING_ROW)
-    items = jnp.concatenate([used_items(one) for one in work])
+    cut = chunks.cut(
+        q, positions, token_rows, kv_heads=kv_heads, chunk_tokens=chunk_tokens,
+        # Blocks are read whole, padding too.
+        padded_rows=lambda rows: max(_MIN_ROWS, pl.next_power_of_2(rows)),
+    )  # fmt: skip
+    num_chunks, _, padded_rows, _ = cut.q.shape
+    shares = min(-(-_PROGRAMS // (num_chunks * kv_heads)), -(-cells // tile_cells))
+    items, cos, sin = chunks.all_items(work, shifts)
     plan = tiles.plan(
-        items, positions, token_rows,
+        items, cut.positions, cut.token_rows,
         chunks_per_block=block_tokens // chunk_tokens, shares=shares, tile_cells=tile_cells,
         window=window, selection=selection,
     )  # fmt: skip
     lists = plan.spans.shape[1]
     # A turn of pairs (i, i + half) is x * cos + partner * sin: Triton cannot join two halves.
-    left, right = jnp.split(scaled, 2, axis=-1)
+    left, right = jnp.split(cut.q, 2, axis=-1)
     partner = jnp.concatenate([right, -left], axis=-1)
-    cos = jnp.concatenate([angles.cos for angles in shifts])
-    sin = jnp.concatenate([angles.sin for angles in shifts])
 
     capacity = items.shape[0]
     of_rows = pl.BlockSpec((None, padded_rows), lambda chunk, head, share: (chunk, 0))
@@ -184,13 +159,13 @@ def _context(
     def whole(*shape):
         return pl.BlockSpec(shape, lambda chunk, head, share: (0,) * len(shape))
 
-    sums = jax.ShapeDtypeStruct((shares, chunks, kv_heads, padded_rows), jnp.float32)
+    sums = jax.ShapeDtypeStruct((shares, num_chunks, kv_heads, padded_rows), jnp.float32)
     peak, total, mixed = pl.pallas_call(
         functools.partial(
             _kernel if chosen else functools.partial(_kernel, None),
             tile_cells=tile_cells, window=window, precision=precision,
         ),
-        grid=(chunks, kv_heads, shares),
+        grid=(num_chunks, kv_heads, shares),
         in_specs=[
             *of_lists,
             pl.BlockSpec(
@@ -214,12 +189,11 @@ def _context(
     )(
         *chosen, plan.spans, plan.visits, items,
         jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([sin, sin], axis=-1),
-        positions, token_rows, scaled, partner,
+        cut.positions, cut.token_rows, cut.q, partner,
         k_pages.reshape(kv_heads, cells, head_dim), v_pages.reshape(kv_heads, cells, head_dim),
     )  # fmt: skip
-    return Partial(
-        peak=peak[..., :num_rows], total=total[..., :num_rows], mixed=mixed[..., :num_rows, :]
-    )
+    rows = cut.num_rows
+    return Partial(peak=peak[..., :rows], total=total[..., :rows], mixed=mixed[..., :rows, :])
 
 
 def _kernel(

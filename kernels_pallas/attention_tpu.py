@@ -24,7 +24,6 @@ the bytes, to keep and to read.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 import jax
@@ -32,13 +31,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxstate.kernels_pallas import attention_tpu_kernel, attention_xla, tiles
-from jaxstate.kernels_pallas import work as work_columns
+from jaxstate.kernels_pallas import attention_tpu_kernel, attention_xla, chunks, tiles
 from jaxstate.kernels_pallas.attention_tpu_kernel import BUFFERS, LANES, SPAN
 from jaxstate.kernels_pallas.attention_xla import Partial
 from jaxstate.kernels_pallas.rope import Angles
 from jaxstate.kernels_pallas.selection import BLOCK_CELLS, Selection
-from jaxstate.kernels_pallas.work import NUM_COLUMNS, WorkList, used_items
+from jaxstate.kernels_pallas.work import NUM_COLUMNS, WorkList
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 _TILE_BYTES = 2**19  # keys of a tile, all heads; the ring has four of keys and four of values
@@ -113,8 +111,7 @@ def attention(
     """
     kv_heads = k.shape[1]
     most_rows = min(_MAX_ROWS, _MAX_SUMS // (_tile_heads(k_pages) * _lanes(q.shape[2])))
-    most_tokens = max(most_rows * kv_heads // q.shape[1], 1)
-    chunk_tokens = max(n for n in range(1, most_tokens + 1) if block_tokens % n == 0)
+    chunk_tokens = chunks.largest_divisor(block_tokens, most_rows * kv_heads // q.shape[1])
     partial = attention_xla.tail_attention(
         q, k, v, visible, block_tokens=chunk_tokens, precision=precision
     )
@@ -123,18 +120,8 @@ def attention(
         chunk_tokens=chunk_tokens, block_tokens=block_tokens, window=window, precision=precision,
         selection=selection, interpret=interpret,
     )  # fmt: skip
-    return attention_xla.normalize(_merge(partial, context), chunk_tokens)
-
-
-def _merge(one: Partial, other: Partial) -> Partial:
-    """Merge attention over two parts of what a token sees."""
-    peak = jnp.maximum(one.peak, other.peak)
-    kept, kept_other = jnp.exp(one.peak - peak), jnp.exp(other.peak - peak)
-    return Partial(
-        peak=peak,
-        total=one.total * kept + other.total * kept_other,
-        mixed=one.mixed * kept[..., None] + other.mixed * kept_other[..., None],
-    )
+    context = jax.tree.map(lambda x: x[None], context)
+    return attention_xla.normalize(attention_xla.merge(partial, context), chunk_tokens)
 
 
 def _lanes(head_dim: int) -> int:
@@ -142,15 +129,11 @@ def _lanes(head_dim: int) -> int:
     return -(-head_dim // LANES) * LANES
 
 
-def _largest_divisor(count: int, most: int) -> int:
-    return max(n for n in range(1, max(most, 1) + 1) if count % n == 0)
-
-
 def _tile_heads(k_pages: jax.Array) -> int:
     """KV heads that a tile has room for."""
     kv_heads, _, _, head_dim = k_pages.shape
     head_bytes = _MIN_TILE_CELLS * _lanes(head_dim) * k_pages.dtype.itemsize
-    return _largest_divisor(kv_heads, min(_TILE_BYTES // head_bytes, kv_heads))
+    return chunks.largest_divisor(kv_heads, min(_TILE_BYTES // head_bytes, kv_heads))
 
 
 def _context(
@@ -160,31 +143,24 @@ def _context(
     """Attend chunks of tokens to the cells: a Partial of [chunks, kv_heads, rows, …]."""
     kv_heads, num_pages, page_size, head_dim = k_pages.shape
     cells = num_pages * page_size
-    scaled = attention_xla.to_blocks(
-        q * jnp.asarray(1 / math.sqrt(head_dim), q.dtype), kv_heads, chunk_tokens
-    )
-    chunks, _, num_rows, _ = scaled.shape
+    sublanes = _SUBLANE_BYTES // q.dtype.itemsize
+    cut = chunks.cut(
+        q, positions, token_rows, kv_heads=kv_heads, chunk_tokens=chunk_tokens,
+        padded_rows=lambda rows: -(-rows // sublanes) * sublanes,
+    )  # fmt: skip
+    num_chunks, _, padded_rows, _ = cut.q.shape
     heads = _tile_heads(k_pages)
-    if chunks == 1 and heads == kv_heads:
-        heads = _largest_divisor(kv_heads, kv_heads - 1)
+    if num_chunks == 1 and heads == kv_heads:
+        heads = chunks.largest_divisor(kv_heads, kv_heads - 1)
     cell_bytes = heads * _lanes(head_dim) * k_pages.dtype.itemsize
     tile_cells = _MIN_TILE_CELLS
     while tile_cells < _MAX_TILE_CELLS and 2 * tile_cells * cell_bytes <= _TILE_BYTES:
         tile_cells *= 2
     tile_cells = min(tile_cells, cells)
 
-    padding = (0, -num_rows % (_SUBLANE_BYTES // q.dtype.itemsize))
-    padded_rows = num_rows + padding[1]
-
-    def by_row(x, value):
-        x = jnp.repeat(x.reshape(chunks, chunk_tokens), num_rows // chunk_tokens, axis=1)
-        return jnp.pad(x, ((0, 0), padding), constant_values=value)
-
-    positions = by_row(positions, 0)
-    token_rows = by_row(token_rows, work_columns.PADDING_ROW)
-    items = jnp.concatenate([used_items(one) for one in work])
+    items, cos, sin = chunks.all_items(work, shifts)
     plan = tiles.plan(
-        items, positions, token_rows,
+        items, cut.positions, cut.token_rows,
         chunks_per_block=block_tokens // chunk_tokens, shares=1, tile_cells=tile_cells,
         window=window, selection=selection,
     )  # fmt: skip
@@ -202,9 +178,7 @@ def _context(
     elif _smem_bytes(1, items.shape[0], 0) > _SMEM_BYTES:
         raise NotImplementedError(_too_many(items.shape[0], 0))
     runs = kv_heads // heads
-    visits = visits.reshape(chunks, -1, lists, visits.shape[2])
-    cos = jnp.concatenate([angles.cos for angles in shifts])
-    sin = jnp.concatenate([angles.sin for angles in shifts])
+    visits = visits.reshape(num_chunks, -1, lists, visits.shape[2])
     # A turn back of pairs (i, i + half): left * cos + right * sin, right * cos - left * sin.
     angles = jnp.stack(
         [jnp.concatenate([cos, cos], axis=1), jnp.concatenate([sin, -sin], axis=1)], axis=1
@@ -212,10 +186,10 @@ def _context(
 
     # One dimension, so that cores share what there is; the chunk runs fastest.
     def chunk_of(program):
-        return jax.lax.rem(program, chunks)
+        return jax.lax.rem(program, num_chunks)
 
     def run_of(program):
-        return jax.lax.div(program, chunks)
+        return jax.lax.div(program, num_chunks)
 
     def by_both(*shape):
         return pl.BlockSpec(
@@ -237,9 +211,10 @@ def _context(
     stats, mixed = pl.pallas_call(
         functools.partial(
             kernel if chosen else functools.partial(kernel, None),
-            chunks=chunks, window=window, precision=precision if q.dtype == jnp.float32 else None,
+            chunks=num_chunks, window=window,
+            precision=precision if q.dtype == jnp.float32 else None,
         ),
-        grid=(chunks * runs,),
+        grid=(num_chunks * runs,),
         in_specs=[
             *of_blocks,
             pl.BlockSpec(
@@ -254,8 +229,8 @@ def _context(
         ],
         out_specs=[by_both(2, padded_rows), by_both(padded_rows, head_dim)],
         out_shape=[
-            jax.ShapeDtypeStruct((chunks, kv_heads, 2, padded_rows), jnp.float32),
-            jax.ShapeDtypeStruct((chunks, kv_heads, padded_rows, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((num_chunks, kv_heads, 2, padded_rows), jnp.float32),
+            jax.ShapeDtypeStruct((num_chunks, kv_heads, padded_rows, head_dim), jnp.float32),
         ],
         scratch_shapes=[
             pltpu.VMEM((heads, padded_rows, head_dim), q.dtype),
@@ -271,14 +246,13 @@ def _context(
         interpret=interpret,
         name="context_attention",
     )(
-        *chosen, visits, items.reshape(-1), jnp.stack([positions, token_rows], axis=-1),
-        jnp.pad(scaled, ((0, 0), (0, 0), padding, (0, 0))), angles,
+        *chosen, visits, items.reshape(-1), jnp.stack([cut.positions, cut.token_rows], axis=-1),
+        cut.q, angles,
         k_pages.reshape(kv_heads, cells, head_dim), v_pages.reshape(kv_heads, cells, head_dim),
     )  # fmt: skip
+    rows = cut.num_rows
     return Partial(
-        peak=stats[:, :, 0, :num_rows],
-        total=stats[:, :, 1, :num_rows],
-        mixed=mixed[:, :, :num_rows],
+        peak=stats[:, :, 0, :rows], total=stats[:, :, 1, :rows], mixed=mixed[:, :, :rows]
     )
 
 

@@ -194,6 +194,17 @@ def context_attention(
     return jax.lax.fori_loop(jnp.int32(0), work.count, body, partial)
 
 
+def merge(partial: Partial, others: Partial) -> Partial:
+    """Merge attention over parts of what tokens see; `others` has one more axis in front."""
+    peak = jnp.maximum(partial.peak, others.peak.max(axis=0))
+    kept, kept_others = jnp.exp(partial.peak - peak), jnp.exp(others.peak - peak)
+    return Partial(
+        peak=peak,
+        total=partial.total * kept + (others.total * kept_others).sum(axis=0),
+        mixed=partial.mixed * kept[..., None] + (others.mixed * kept_others[..., None]).sum(axis=0),
+    )
+
+
 def normalize(partial: Partial, block_tokens: int) -> jax.Array:
     """Divide by the total: [tokens, num_heads, head_dim] f32; 0 where nothing was visible."""
     total = partial.total[..., None]
