@@ -11,10 +11,10 @@ tested must pass: all tests together err in 5 % of calibrations, however many th
 
 **Where it begins.** Few samples clear the strictest thresholds, and a test that nothing could pass
 would end the sequence at once. So it begins at the first threshold that enough samples clear for
-ten disagreements to be forgiven, or a third of all samples, or as many as can pass at all. This
-looks at gaps, never at answers, and all it knows of the sample is that few cleared the threshold
-before: where larger gaps disagree less often, no lucky mix. Where they disagree more often it may
-be one; the simulation has such streams.
+ten disagreements to be forgiven, or a third of the samples if that is less, but no fewer than can
+pass at all. This looks at gaps, never at answers, and all it knows of the sample is that few
+cleared the threshold before: where larger gaps disagree less often, no lucky mix. Where they
+disagree more often it may be one; the simulation has such streams.
 
 **Effective samples.** Disagreements come in runs, and a run says little more than one sample. So
 samples are cut into blocks of consecutive versions, whose length is measured (`block_length`). If
@@ -36,7 +36,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from scipy import special
+import scipy  # loads `special` when first used, 0.2 s that importing this would cost
 
 from jaxstate import drift
 from jaxstate.drift import Drift
@@ -150,8 +150,8 @@ class Calibration:
       tau: the gate fires on gaps above it, in logits; None = never.
       risk: largest share of disagreement that was asked for.
       bound: 95 % upper bound of the share of disagreement above tau, at most the risk; without a
-        tau that of the first threshold tested, 1 if none was. The confidence is the risk's: this
-        number is of the last threshold that passed, which is a choice.
+        tau that of the first threshold tested, 1 if none was. Trust the risk with 95 %, and this
+        number, that of the last threshold that passed, a little less.
       num_effective: effective samples above tau; without a tau those of the loosest threshold.
       block_len: samples that count as one where all of them clear the threshold.
       num_samples: shadow samples it was made from.
@@ -264,9 +264,7 @@ def evidence(calibration: Calibration, gap: float, *, age: int) -> Evidence:
     if calibration.tau is None or not decide(calibration, gap):
         raise InputError(f"gap: expected one that the gate fires on, got {gap}; ask decide first")
     if age < 1:
-        raise InputError(
-            f"age: expected at least 1 version, got {age}; what is fresh needs no gate"
-        )
+        raise InputError(f"age: expected at least 1 version, got {age}; the fresh needs no gate")
     return Evidence(
         gap=gap,
         tau=calibration.tau,
@@ -346,18 +344,20 @@ def upper_bound(disagreements: int, num_effective: int) -> float:
     """Return the one-sided 95 % Clopper-Pearson bound of a share, from a count out of n."""
     if disagreements >= num_effective:
         return 1.0
-    return float(special.betaincinv(disagreements + 1, num_effective - disagreements, CONFIDENCE))
+    return float(
+        scipy.special.betaincinv(disagreements + 1, num_effective - disagreements, CONFIDENCE)
+    )
 
 
 def block_length(gaps: np.ndarray, disagreed: np.ndarray, *, longest_run: int = LONGEST_RUN) -> int:
     """Measure how many consecutive samples say as much as one, from their disagreements.
 
-    Above every fourth threshold, T = 1 + 2 Σ autocorrelation is what n is to be divided by. The sum
-    is over `longest_run` lags and not up to the first that is small, since few disagreements leave
-    holes in a run. T itself is uncertain where few were seen: as if the length of runs were
-    geometric, the chance that a run goes on is replaced by its 80 % upper bound. The result is the
-    shortest length that does justice to the largest T: frequent disagreements of small gaps must
-    not hide the runs of the rare ones of large gaps.
+    T = 1 + 2 Σ autocorrelation is what n is to be divided by. The sum is over `longest_run` lags
+    and not up to the first that is small, since few disagreements leave holes in a run. Few also
+    leave T uncertain: as if the length of runs were geometric, the chance that a run goes on is
+    replaced by its 80 % upper bound. T is measured above every fourth threshold and the result
+    does justice to the largest: frequent disagreements of small gaps must not hide the runs of the
+    rare ones of large gaps.
 
     What nobody has seen cannot be measured. Without any disagreement blocks are `longest_run` long,
     so that no gate opens before 59 times as many samples have cleared it and agreed.
@@ -374,7 +374,7 @@ def block_length(gaps: np.ndarray, disagreed: np.ndarray, *, longest_run: int = 
         if not (_FEWEST_ERRORS if measured else 1) <= errors < count:
             continue
         inflation = _inflation((disagreed - errors / count) * clears, errors, longest_run)
-        wanted = count * (inflation - 0.25)  # half-way measures below two are left out
+        wanted = count * (inflation - 0.25)  # the noise of independent samples
         while length < len(gaps) and _block_squares(clears, length) < wanted:
             length += max(1, length // 8)
         measured = True
@@ -391,7 +391,7 @@ def _inflation(centred: np.ndarray, errors: int, longest_run: int) -> float:
     # Subtracting the mean has taken about inflation / samples from the correlation at every lag.
     inflation = max(1.0, inflation + 2 * lags / len(centred) * max(1.0, inflation))
     runs = max(errors / ((inflation + 1) / 2), 0.5)  # runs of mean length L inflate by 2 L - 1
-    goes_on = special.betaincinv(max(errors - runs, 0) + 1, runs, _RUN_CONFIDENCE)
+    goes_on = scipy.special.betaincinv(max(errors - runs, 0) + 1, runs, _RUN_CONFIDENCE)
     return 2 / (1 - float(goes_on)) - 1
 
 

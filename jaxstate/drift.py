@@ -19,7 +19,7 @@ import dataclasses
 import math
 
 import numpy as np
-from scipy import special
+import scipy  # loads `special` when first used, 0.2 s that importing this would cost
 
 from jaxstate.errors import InputError
 
@@ -145,7 +145,7 @@ def blocks_to_notice(
     while True:
         blocks = np.arange(1, longest + 1)
         needed = np.ceil((wanted - blocks * down) / (up - down))  # disagreements
-        noticed = special.bdtrc(needed - 1, blocks, rate)  # P(at least `needed` of `blocks`)
+        noticed = scipy.special.bdtrc(needed - 1, blocks, rate)  # P(at least `needed` of `blocks`)
         enough = np.flatnonzero((needed <= blocks) & (noticed >= chance))
         if enough.size:
             return int(blocks[enough[0]])
