@@ -11,10 +11,15 @@ from jaxstate.models.config import ModelConfig
 from jaxstate.state import StepShape
 
 DEFAULT_STEP_SHAPES = tuple(
-    StepShape(num_tokens=tokens, block_tokens=tokens, num_rows=1 if tokens == 1 else 8)
-    for tokens in (1, 4, 8, 12, 16, 20, 24, 32, 48, 64, 128, 256, 512)
-)
-"""One executable each. Questions are short and padding is paid in full, hence the fine steps."""
+    StepShape(num_tokens=tokens, block_tokens=block, num_rows=1 if tokens == 1 else 8)
+    for tokens, block in (
+        (1, 1), (4, 4), (8, 8), (8, 1), (12, 12), (16, 16), (20, 20), (24, 24), (32, 32), (48, 48),
+        (64, 64), (64, 16), (128, 128), (256, 256), (512, 512),
+    )
+)  # fmt: skip
+"""One executable each. Questions are short and padding is paid in full, hence the fine steps. Rows
+of many sessions go in blocks of their own, which do not visit each other's contexts: one token each
+in (8, 1), short questions and appends in (64, 16)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

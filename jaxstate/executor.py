@@ -24,7 +24,7 @@ from jaxstate.kernels_pallas import dispatch
 from jaxstate.kernels_pallas.gate_scan_xla import GateSummary
 from jaxstate.models import decoder
 from jaxstate.models.config import ModelConfig
-from jaxstate.models.params import Params
+from jaxstate.models.params import Params, num_params
 from jaxstate.models.quantized import QuantizedMatrix
 from jaxstate.models.sharding import Sharding, place
 from jaxstate.rows import Group
@@ -115,6 +115,9 @@ class Executor:
         self.config = config
         self.tokens_forwarded = 0
         self.steps = 0
+        # FLOPs: two per parameter, four per cell, layer and element of the query heads.
+        width = model.num_heads * model.head_dim * model.num_layers
+        self._token_cells = num_params(model) / (2 * width)
         self._sharding = sharding
         self._everywhere = None if sharding is None else sharding.named()
         self._params = params if sharding is None else place(params, model, sharding)
@@ -151,7 +154,7 @@ class Executor:
         Raises:
           CapacityError: no compiled shape holds them.
         """
-        shape = rows_module.choose_shape(groups, self.config.step_shapes)
+        shape = rows_module.choose_shape(groups, self.config.step_shapes, self._token_cells)
         if shape is None:
             raise CapacityError(
                 "no compiled step shape holds these rows; forward fewer tokens or outputs at once, "
@@ -164,6 +167,13 @@ class Executor:
         self.steps += 1
         self.tokens_forwarded += sum(len(row.token_ids) for group in groups for row in group.rows)
         return StepResult(self, outputs)
+
+    def cost(self, groups: Sequence[Group]) -> float:
+        """Estimate what the groups cost in one step, see rows.step_cost; inf = too much."""
+        return min(
+            rows_module.step_cost(groups, shape, self._token_cells)
+            for shape in self.config.step_shapes
+        )
 
     def wait(self) -> None:
         """Block until the device has finished all steps."""

@@ -76,20 +76,34 @@ def stream_alone(executor: Executor, steps: TokenSteps) -> Generator[Token, None
 
 
 def run_together(executor: Executor, needs: Sequence[tuple[Need, int]]) -> list[Ran]:
-    """Meet parts of several needs in one step; what neighbours see alike is read once.
+    """Meet parts of several needs; what neighbours see alike is read once.
+
+    One step, or two where that costs less: blocks of many tokens would drag the contexts of rows
+    that have one token.
 
     Args:
       needs: each with how many of its tokens are to run; together they fit a step.
     Raises:
-      CapacityError: they do not.
+      CapacityError: they do not, or see more stretches than a table holds. What has run by then
+        may run again: it writes the same once more.
     """
     rows = [need.row(count) for need, count in needs]
-    result = executor.run(group_rows(rows))
-    found, first = [], 0
-    for row in rows:
-        found.append(Ran(len(row.token_ids), result.rows_from(first)))
-        first += len(row.wanted)
-    return found
+    ones = [index for index, row in enumerate(rows) if len(row.token_ids) == 1]
+    more = [index for index, row in enumerate(rows) if len(row.token_ids) > 1]
+    whole = executor.cost(group_rows(rows))
+    parts = [list(range(len(rows)))]
+    if ones and more:
+        apart = [group_rows([rows[index] for index in part]) for part in (ones, more)]
+        if sum(executor.cost(groups) for groups in apart) < whole:
+            parts = [ones, more]
+    found: dict[int, Ran] = {}
+    for part in parts:
+        result = executor.run(group_rows([rows[index] for index in part]))
+        first = 0
+        for index in part:
+            found[index] = Ran(len(rows[index].token_ids), result.rows_from(first))
+            first += len(rows[index].wanted)
+    return [found[index] for index in range(len(rows))]
 
 
 def group_rows(rows: Sequence[RowInput]) -> list[Group]:

@@ -12,6 +12,7 @@ import tiny_engine
 from hypothesis import strategies as st
 
 from jaxstate import rows as rows_module
+from jaxstate.config import DEFAULT_STEP_SHAPES
 from jaxstate.errors import CapacityError
 from jaxstate.kernels_pallas import work as work_columns
 from jaxstate.pages import Stretch
@@ -106,7 +107,7 @@ def _places(groups, shape):
 @SETTINGS
 @hypothesis.given(_groups(max_tokens=16), st.sampled_from([ONE_BLOCK, FOUR_BLOCKS]))
 def test_every_token_reads_exactly_its_rows_and_groups_cells_once(groups, shape):
-    hypothesis.assume(rows_module.choose_shape(groups, [shape]) is shape)
+    hypothesis.assume(rows_module.choose_shape(groups, [shape], 100.0) is shape)
     packed = rows_module.pack(groups, shape, CONFIG)
     for work, cells in zip(packed.work, CONFIG.stretch_cells, strict=True):
         assert work.cells_per_item == cells
@@ -214,7 +215,35 @@ def test_smallest_shape_that_holds_the_rows_is_chosen(sizes, wanted):
         return at <= shape.num_tokens and num_wanted <= shape.num_rows
 
     fitting = [shape for shape in shapes if holds(shape)]
-    assert rows_module.choose_shape(groups, shapes) == (fitting[0] if fitting else None)
+    chosen = rows_module.choose_shape(groups, shapes, 100.0)
+    assert chosen == (fitting[0] if fitting else None)
+
+
+@pytest.mark.parametrize(
+    "counts, context, blocks",
+    [
+        ([5], 7000, (8, 8)),
+        ([1], 7000, (1, 1)),
+        ([1] * 6, 7000, (8, 1)),
+        ([1] * 6, 0, (8, 8)),
+        ([14] * 4, 7000, (64, 16)),
+        ([60], 7000, (64, 64)),
+        ([14] * 4, 0, (64, 64)),
+    ],
+)
+def test_rows_with_long_contexts_of_their_own_go_in_blocks_of_their_own(counts, context, blocks):
+    own = [
+        Group(rows=[_row(count, [Stretch(10_000 * n, 10_000 * n + context, 0, 0)])])
+        for n, count in enumerate(counts)
+    ]
+    shape = rows_module.choose_shape(own, DEFAULT_STEP_SHAPES, 3900.0)
+    assert (shape.num_tokens, shape.block_tokens) == blocks
+
+
+def test_rows_that_share_a_context_go_in_one_block():
+    shared = [Group(rows=[_row(1) for _ in range(8)], context=[Stretch(0, 7000, 0, 0)])]
+    shape = rows_module.choose_shape(shared, DEFAULT_STEP_SHAPES, 3900.0)
+    assert (shape.num_tokens, shape.block_tokens) == (8, 8)
 
 
 def test_more_stretches_than_the_table_holds_are_refused():

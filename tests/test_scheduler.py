@@ -122,6 +122,22 @@ def test_questions_on_one_session_read_its_context_once(engine):
         assert list(ticket.result.token_ids) == tiny_engine.greedy(context + question, 2)
 
 
+def test_a_long_piece_runs_apart_from_answers_whose_contexts_it_would_drag(engine):
+    many = Many(engine)
+    contexts = [tiny_engine.random_ids(n, 80) for n in range(3)]
+    sessions = [engine.create(context) for context in contexts]
+    asked = [many.query(session, [1, 2], 4) for session in sessions[:2]]
+    many.step()
+    append = many.append(sessions[2], tiny_engine.random_ids(9, 14))
+    steps = engine.executor.steps
+    assert many.step().tokens == 16
+    assert engine.executor.steps - steps == 2
+    many.finish()
+    assert append.state is State.DONE
+    for context, ticket in zip(contexts, asked, strict=False):
+        assert list(ticket.result.token_ids) == tiny_engine.greedy([*context, 1, 2], 4)
+
+
 def test_a_question_beside_a_long_append_sees_the_session_as_it_was(engine):
     many = Many(engine)
     [context], [session] = _sessions(engine, 1)
