@@ -5,6 +5,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# A file's tests stay in one process: they share what they compiled.
+WORKERS ?= --numprocesses 2 --dist loadfile
 
 .PHONY: setup demo check test test-all bench clean
 
@@ -27,10 +29,10 @@ check: setup
 	$(BIN)/basedpyright
 
 test: check
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -m "not long" $(WORKERS)
 
 test-all: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 bench: setup
 	$(BIN)/python bench/bench_market.py
