@@ -74,7 +74,9 @@ def oracle(report: Report, *, quick: bool) -> None:
         report.no_bar("kernels.oracle", oracle_checks.ALL_PASS, unit=unit, reason=QUICK)
         return
     common.note("running the oracle on interpreted kernels, some minutes")
-    passed, failed = oracle_checks.run_tests("tests/test_kernels_attention.py", "-k", ORACLE)
+    passed, failed = oracle_checks.run_tests(
+        "tests/test_kernels_attention.py", "-k", ORACLE, "--dist", "load"
+    )
     report.bar(
         "kernels.oracle", failed, oracle_checks.ALL_PASS, unit=unit, n=passed + failed,
         sound=passed > 0, passed=passed,

@@ -21,7 +21,7 @@ def families(report: Report, *, quick: bool) -> None:
         report.no_bar("oracle.families", ALL_PASS, unit=unit, reason="left out by --quick")
         return
     common.note("running the oracle on every family, some minutes")
-    passed, failed = run_tests(_TEST, "-m", "long", "-k", _CHOICE)
+    passed, failed = run_tests(_TEST, "-m", "long", "-k", _CHOICE, "--dist", "load")
     report.bar(
         "oracle.families",
         failed,
@@ -34,12 +34,13 @@ def families(report: Report, *, quick: bool) -> None:
 
 
 def run_tests(*choice: str) -> tuple[int, int]:
-    """Run tests in a process of their own: how many passed, how many failed.
+    """Run tests as `make test` does: how many passed, how many failed.
 
     Raises:
       RuntimeError: pytest itself did not come through.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", *choice]
+    workers = ("--numprocesses", "2", "--dist", "loadfile")
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", *workers, *choice]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=common.ROOT)
     passed, failed = (
         len(re.findall(f"^({words}) ", done.stdout, re.MULTILINE))
