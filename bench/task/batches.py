@@ -10,8 +10,9 @@ from task.candles import Context
 from task.questions import Question
 from task.task_model import Batch
 
-TAIL_LEN = 11  # the longest question; answers of three tokens end shorter ones
-_LABELS = ("value", *questions.KINDS)
+TAIL_LEN = 11  # a question about a named row with a price behind it
+_ASKED = (*questions.KINDS, *questions.VALUES)
+LABELS = (*_ASKED, "evidence")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,16 +23,22 @@ class Mix:
       rows: of each context.
       contexts: in a batch.
       questions: about each context, each about its own prefix.
-      value_share: share of questions that ask for a price.
+      shares: of the kinds of questions, in the order of KINDS and VALUES.
+      moves: of synthetic candles, see candles.synthetic.
+      real_share: share of contexts with real candles.
+      opposites: share of questions in the second wording.
+      evidence: share of questions about a named row that are followed by that row's price in place
+        of the answer, so that looking the row up is learnt where it is needed.
     """
 
     rows: int
     contexts: int
     questions: int
-    value_share: float
-    widest: float = candles.WIDEST
+    shares: tuple[float, ...]
+    moves: tuple[float, float] = candles.MOVES
     real_share: float = 0.3
-    opposites: bool = True
+    opposites: float = 0.5
+    evidence: float = 0.0
 
 
 def context(rng: np.random.Generator, mix: Mix) -> Context:
@@ -40,7 +47,7 @@ def context(rng: np.random.Generator, mix: Mix) -> Context:
     if rng.random() < mix.real_share:
         prices = candles.real_window(rng, rows, test=False)
     else:
-        prices = candles.synthetic(rng, rows, widest=mix.widest)
+        prices = candles.synthetic(rng, rows, moves=mix.moves)
     draw_names = candles.names_in_order if rng.random() < 0.5 else candles.names_at_random
     return Context(prices=prices, names=draw_names(rng, rows))
 
@@ -69,7 +76,7 @@ def draw(rng: np.random.Generator, mix: Mix) -> tuple[Batch, np.ndarray]:
             asked = _question(
                 rng, Context(prices=whole.prices[:seen], names=whole.names[:seen]), mix
             )
-            labels[row, tail] = _LABELS.index(asked.kind)
+            labels[row, tail] = LABELS.index(asked.kind)
             batch.seen[row, tail] = 1 + candles.ROW_TOKENS * seen
             tokens = [ids[token] for token in (*asked.tokens, *asked.answer)]
             end, begin = len(tokens) - 1, len(asked.tokens) - 1
@@ -80,11 +87,15 @@ def draw(rng: np.random.Generator, mix: Mix) -> tuple[Batch, np.ndarray]:
 
 
 def _question(rng: np.random.Generator, seen: Context, mix: Mix) -> Question:
-    if rng.random() < mix.value_share:
-        return questions.value(rng, seen)
     found = None
     while found is None:
-        found = questions.draw(rng, seen, str(rng.choice(questions.KINDS)), opposites=mix.opposites)
+        kind = str(rng.choice(_ASKED, p=mix.shares))
+        if kind in questions.VALUES:
+            found = questions.value(rng, seen, kind)
+        else:
+            found = questions.draw(rng, seen, kind, opposites=mix.opposites)
+            if found and found.evidence and rng.random() < mix.evidence:
+                found = dataclasses.replace(found, kind="evidence", answer=found.evidence)
     return found
 
 
@@ -93,6 +104,6 @@ def accuracy_by_kind(right: np.ndarray, labels: np.ndarray, batch: Batch) -> dic
     whole = (right | (batch.weights == 0)).all(axis=-1)
     return {
         label: float(whole[labels == index].mean())
-        for index, label in enumerate(_LABELS)
+        for index, label in enumerate(LABELS)
         if (labels == index).any()
     }

@@ -1,8 +1,8 @@
 """Candles, drawn and real, and how a row of them is written.
 
-A row is "\\nAB o4.52 h4.58 l4.50 c4.55": a name of two letters, then open, high, low and close in
-US cents above one dollar per euro. Every token holds one letter or one digit, and the first digit
-of a price carries its field, so a price is the sum of three tokens whatever their order.
+A row is "\\no4.52 c4.55 AB h4.58 l4.50": open and close, the row's name of two letters, high and
+low, in US cents above one dollar per euro. Every token holds one letter or one digit, and the
+first digit of a price carries its field. The name stands right behind what it is asked for most.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import pathlib
 import numpy as np
 
 START = "Candles:"
-FIELDS = "cohl"
+FIELDS = "ochl"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 ROW_TOKENS = 2 + 3 * len(FIELDS)
 PRICES = 1000  # a price is a whole number of hundredths of a cent, 0 to 999
 REAL_TRAIN_ROWS = 1000  # of 1,500; what is later belongs to the test
-NARROWEST, WIDEST = 4.0, 20.0  # hundredths of a cent
+MOVES = (4.0, 20.0)  # hundredths of a cent an hour; real ones move by 7.5 on average
 _NAMES = len(LETTERS) ** 2
 _FILE = pathlib.Path(__file__).parents[2] / "serving" / "data" / "eurusd_1h.csv"
 _FLOOR, _CEILING = 20, PRICES - 21
@@ -31,7 +31,7 @@ class Context:
     """Rows as a session holds them, oldest first.
 
     Attributes:
-      prices: [rows, 4] int64, close, open, high, low in hundredths of a cent.
+      prices: [rows, 4] int64, open, close, high, low in hundredths of a cent.
       names: [rows] int64, distinct; `row_name` turns one into two letters.
     """
 
@@ -52,18 +52,19 @@ def row_name(name: int) -> tuple[str, str]:
     return LETTERS[name // len(LETTERS)], LETTERS[name % len(LETTERS)]
 
 
-def price_tokens(price: int, mark: str = "") -> list[str]:
-    """Return a price's three tokens, e.g. " c4", ".5", "5"."""
-    return [f" {mark}{price // 100}", f".{price // 10 % 10}", str(price % 10)]
+def price_tokens(price: int, before: str = " ") -> list[str]:
+    """Return a price's three tokens, e.g. " c4", ".5", "5", with " c" before it."""
+    return [f"{before}{price // 100}", f".{price // 10 % 10}", str(price % 10)]
 
 
 def row_tokens(context: Context, index: int) -> list[str]:
     """Return the tokens of one row; joined they are its text."""
+    open_, close, high, low = context.prices[index].tolist()
     first, second = row_name(int(context.names[index]))
-    tokens = [f"\n{first}", second]
-    for mark, price in zip(FIELDS, context.prices[index].tolist(), strict=True):
-        tokens += price_tokens(price, mark)
-    return tokens
+    return [
+        *price_tokens(open_, "\no"), *price_tokens(close, " c"), f" {first}", second,
+        *price_tokens(high, " h"), *price_tokens(low, " l"),
+    ]  # fmt: skip
 
 
 def context_tokens(context: Context) -> list[str]:
@@ -84,13 +85,15 @@ def names_at_random(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.permutation(_NAMES)[:count]
 
 
-def synthetic(rng: np.random.Generator, rows: int, *, widest: float = WIDEST) -> np.ndarray:
+def synthetic(
+    rng: np.random.Generator, rows: int, *, moves: tuple[float, float] = MOVES
+) -> np.ndarray:
     """Draw a random walk that turns back at the ends of the scale: [rows, 4] prices.
 
     Args:
-      widest: the standard deviation of an hour's move is drawn between NARROWEST and this.
+      moves: the standard deviation of an hour's move is drawn between these.
     """
-    scale = NARROWEST * (widest / NARROWEST) ** rng.random()
+    scale = moves[0] * (moves[1] / moves[0]) ** rng.random()
     path = rng.uniform(_FLOOR, _CEILING) + np.cumsum(rng.normal(0.0, scale, rows + 1))
     span = _CEILING - _FLOOR
     folded = np.abs((path - _FLOOR + span) % (2 * span) - span) + _FLOOR
@@ -99,7 +102,7 @@ def synthetic(rng: np.random.Generator, rows: int, *, widest: float = WIDEST) ->
     wicks = np.rint(np.abs(rng.normal(0.0, 0.5 * scale, (2, rows)))).astype(np.int64)
     highs = np.minimum(np.maximum(opens, closes) + wicks[0], PRICES - 1)
     lows = np.maximum(np.minimum(opens, closes) - wicks[1], 0)
-    return np.stack([closes, opens, highs, lows], axis=1)
+    return np.stack([opens, closes, highs, lows], axis=1)
 
 
 @functools.cache
@@ -107,7 +110,7 @@ def real() -> np.ndarray:
     """Return the real hourly EURUSD candles, [1500, 4] prices."""
     with _FILE.open(encoding="utf-8") as file:
         records = list(csv.DictReader(file))
-    fields = ("Close", "Open", "High", "Low")
+    fields = ("Open", "Close", "High", "Low")
     dollars = np.array([[float(record[field]) for field in fields] for record in records])
     return np.rint((dollars - 1.0) * 1e4).astype(np.int64)
 

@@ -162,10 +162,10 @@ def guess_from_last_row(drawn: Iterator[Case]) -> Tally:
 
 def _guess(context: Context, question: Question) -> bool:
     """Guess the answer to a question in the wording that it has."""
-    close, open_, high, low = context.prices[-1].tolist()
+    open_, close, high, low = context.prices[-1].tolist()
     truth = close >= open_
     if question.kind == "extreme":
-        level = int("".join(token.strip(" .") for token in question.tokens[-4:-1]))
+        level = int("".join(token.strip(" .?") for token in question.tokens[-3:]))
         truth = (high if " high" in question.tokens else low) > level
-    straight = " above" in question.tokens or " rising" in question.tokens
+    straight = " above" in question.tokens or "\nRising" in question.tokens
     return truth == straight

@@ -15,9 +15,10 @@ from task.candles import Context
 
 YES, NO = " yes", " no"
 KINDS = ("first", "row", "rising", "extreme")
+VALUES = ("value first", "value last", "value close", "value open", "value high", "value low")
 ROWS_BACK = (4, 8, 16)  # what "the last n" may be
 MIN_ROWS = 4
-_CLOSE, _OPEN, _HIGH, _LOW = range(4)
+_OPEN, _CLOSE, _HIGH, _LOW = range(4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,16 +26,18 @@ class Question:
     """A question about a context.
 
     Attributes:
-      kind: one of KINDS, or "value", which asks for a price.
+      kind: one of KINDS, or of VALUES, which ask for a price.
       tokens: of the question; joined they are its text.
       answer: tokens of the true answer: YES, NO, or the three of a price.
-      opposite: tokens of the same question in the opposite wording; none for "value".
+      evidence: the price of a row that is named, which the answer hangs on.
+      opposite: tokens of the same question in the opposite wording; none for VALUES.
     """
 
     kind: str
     tokens: tuple[str, ...]
     answer: tuple[str, ...]
     opposite: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -58,37 +61,45 @@ def draw(
     kind: str,
     *,
     truth: bool | None = None,
-    opposites: bool = True,
+    opposites: float = 0.5,
 ) -> Question | None:
     """Draw a question of a kind about a context of at least MIN_ROWS rows.
 
     Args:
-      opposites: whether it may come in the second wording.
+      opposites: how likely it comes in the second wording.
       truth: what shall be true of the candles (above, rising), whatever the wording; None = drawn.
     Returns:
       the question, or None where the context has no such rows (or a tie).
     """
     wanted = bool(rng.integers(2)) if truth is None else truth
     found = _DRAW[kind](rng, context, wanted)
-    return found.reworded() if found and opposites and rng.integers(2) else found
+    return found.reworded() if found and rng.random() < opposites else found
 
 
-def value(rng: np.random.Generator, context: Context) -> Question:
-    """Ask for a row's close or for the highest or lowest price of the last rows.
+def value(rng: np.random.Generator, context: Context, kind: str) -> Question:
+    """Ask for a price: the first or the last close, a row's close or open, an extreme.
 
     Its answer is three digits of supervision where yes or no is one bit, which is why training
     asks it: finding a row and finding an extreme are learnt from it.
+
+    Args:
+      kind: one of VALUES.
     """
-    if rng.random() < 0.6:
+    word = kind.removeprefix("value")
+    if word in (" first", " last"):
+        asked = ("\nWhat", word, " close?")
+        price = context.prices[0 if word == " first" else -1, _CLOSE]
+    elif word in (" close", " open"):
         index = int(rng.integers(len(context)))
-        asked = ("\nWhat", " close", " row", *_named(context, index), "?")
-        price = int(context.prices[index, _CLOSE])
+        asked = ("\nWhat", word, " row", *_named(context, index))
+        price = context.prices[index, _CLOSE if word == " close" else _OPEN]
     else:
         count = _rows_back(rng, context)
-        side, field, function = _SIDES[int(rng.integers(2))]
-        asked = ("\nWhat", side, " of", " last", *_count_tokens(count), "?")
-        price = int(function(context.last(count).prices[:, field]))
-    return Question(kind="value", tokens=asked, answer=tuple(candles.price_tokens(price)))
+        field, function = _SIDES[word]
+        *before, final = _count_tokens(count)
+        asked = ("\nWhat", word, " of", " last", *before, f"{final}?")
+        price = function(context.last(count).prices[:, field])
+    return Question(kind=kind, tokens=asked, answer=tuple(candles.price_tokens(int(price))))
 
 
 def _first(rng: np.random.Generator, context: Context, wanted: bool) -> Question | None:
@@ -98,7 +109,7 @@ def _first(rng: np.random.Generator, context: Context, wanted: bool) -> Question
         return None
     return _worded(
         "first", wanted, ("\nIs", " last", " close"), (" above", " below"),
-        (" first", " close", "?"),
+        (" first", " close?"),
     )  # fmt: skip
 
 
@@ -110,7 +121,7 @@ def _row(rng: np.random.Generator, context: Context, wanted: bool) -> Question |
         return None
     return _worded(
         "row", wanted, ("\nIs", " last", " close"), (" above", " below"),
-        (" row", *_named(context, index), "?"),
+        (" row", *_named(context, index)), int(closes[index]),
     )  # fmt: skip
 
 
@@ -121,15 +132,16 @@ def _rising(rng: np.random.Generator, context: Context, wanted: bool) -> Questio
     if index is None:
         return None
     return _worded(
-        "rising", wanted, ("\nIs", " row", *_named(context, index)), (" rising", " falling"),
-        ("?",),
+        "rising", wanted, (), ("\nRising", "\nFalling"), (" in", " row", *_named(context, index)),
+        int(opens[index]),
     )  # fmt: skip
 
 
 def _extreme(rng: np.random.Generator, context: Context, wanted: bool) -> Question | None:
     """Is the highest, or lowest, price of the last n rows above a level?"""
     count = _rows_back(rng, context)
-    side, field, function = _SIDES[int(rng.integers(2))]
+    side = (" high", " low")[int(rng.integers(2))]
+    field, function = _SIDES[side]
     recent = context.last(count).prices
     found = int(function(recent[:, field]))
     # Levels lie as far away as a typical candle is wide: nearer than most rows of the window.
@@ -140,23 +152,26 @@ def _extreme(rng: np.random.Generator, context: Context, wanted: bool) -> Questi
         return None
     return _worded(
         "extreme", wanted, ("\nIs", side, " of", " last", *_count_tokens(count)),
-        (" above", " below"), (*candles.price_tokens(level), "?"),
+        (" above", " below"), (*candles.price_tokens(level)[:2], f"{level % 10}?"),
     )  # fmt: skip
 
 
 _DRAW: dict[str, Callable[[np.random.Generator, Context, bool], Question | None]] = {
     "first": _first, "row": _row, "rising": _rising, "extreme": _extreme,
 }  # fmt: skip
-_SIDES = ((" high", _HIGH, np.max), (" low", _LOW, np.min))
+_SIDES = {" high": (_HIGH, np.max), " low": (_LOW, np.min)}
 
 
-def _worded(kind: str, truth: bool, before, wordings, behind) -> Question:
+def _worded(
+    kind: str, truth: bool, before, wordings, behind, evidence: int | None = None
+) -> Question:
     """Put a question in the first of two wordings, which is true of the candles if `truth`."""
     return Question(
         kind=kind,
         tokens=(*before, wordings[0], *behind),
         answer=(YES,) if truth else (NO,),
         opposite=(*before, wordings[1], *behind),
+        evidence=() if evidence is None else tuple(candles.price_tokens(evidence)),
     )
 
 
@@ -172,7 +187,7 @@ def _rows_back(rng: np.random.Generator, context: Context) -> int:
 
 def _named(context: Context, index: int) -> tuple[str, str]:
     first, second = candles.row_name(int(context.names[index]))
-    return f" {first}", second
+    return f" {first}", f"{second}?"
 
 
 def _count_tokens(count: int) -> list[str]:

@@ -16,10 +16,11 @@ from jaxstate.models.params import Params, init_params
 from jaxstate.models.rope import RopeConfig
 
 ROW_WEIGHT = 0.2
-# Half of each head turns with positions, half matches what is named wherever it stands. The first
-# layer sees a name and the prices beside it, which is what has to be put together first.
+# A quarter of each head turns with positions, the rest matches what is named, wherever it stands.
+# The first layer sees a name with open and close before it, what has to be put together first;
+# of the first row also what stands before that.
 _ROPE = RopeConfig(theta=1e3, rotary_dim=16)
-_LAYERS = (LayerConfig(rope=_ROPE, window=8), *(LayerConfig(rope=_ROPE),) * 2)
+_LAYERS = (LayerConfig(rope=_ROPE, window=9), *(LayerConfig(rope=_ROPE),) * 2)
 CONFIG = ModelConfig(
     family="llama",
     vocab_size=len(tokenizer.tokens()),
@@ -27,7 +28,7 @@ CONFIG = ModelConfig(
     mlp_width=256,
     num_heads=4,
     num_kv_heads=2,
-    head_dim=32,
+    head_dim=64,
     rms_norm_eps=1e-5,
     max_positions=8192,
     layers=_LAYERS,
@@ -53,17 +54,26 @@ def first_params(seed: int) -> Params:
     rows = []
     for token in tokenizer.tokens():
         row = part("all") + 0.3 * rng.standard_normal(CONFIG.hidden_size).astype(np.float32)
-        if token[-1].isdigit():
-            digit, place = int(token[-1]), token[:-1]
-            row += part(f"place{len(place) == 0}{place[:1]}") + part(place) + part(f"digit{digit}")
-            row += part(f"size{place[:1]}") * (digit - 4.5) / 2
-        elif token[-1] in candles.LETTERS:
-            second = len(token) == 1
-            row += part(f"letter{second}") + part(token[:-1]) + 2 * part(f"{second}{token[-1]}")
+        if token.endswith("?"):
+            row += 2 * part("?")
+        before, last = token.rstrip("?")[:-1], token.rstrip("?")[-1]
+        if last.isdigit():
+            place = before[:1].replace("\n", " ")  # first, second or third digit of a price
+            row += part(f"{place}digit") + part(before) + part(last)
+            row += part(f"{place}size") * (int(last) - 4.5) / 2
+        elif last in candles.LETTERS:
+            row += part(f"{before}letter") + 2 * part(f"{before}{last}")
         else:
-            row += 2 * part(token)
+            row += 2 * part(token.rstrip("?"))
         rows.append(row)
     params = init_params(CONFIG, seed)
+    # One query of each group starts as its key does, but for the mark of a question, which it
+    # turns around: attention begins as a search for the alike elsewhere.
+    mark = part("?") / np.linalg.norm(part("?"))
+    turn = np.eye(len(mark), dtype=np.float32) - 2 * np.outer(mark, mark)
+    for layer in params["layers"][1:]:
+        alike = jnp.einsum("EF,FND->END", turn, layer["wk"])
+        layer["wq"] = layer["wq"].at[:, :: CONFIG.heads_per_kv_head].set(alike)
     embed = np.stack(rows)
     return params | {"embed": jnp.asarray(embed / np.std(embed))}
 

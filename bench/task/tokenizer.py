@@ -13,25 +13,27 @@ from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.models.vocabulary import Vocabulary
 
 _WORDS = (
-    "\nIs", "\nWhat", " last", " close", " first", " row", " above", " below", " rising",
-    " falling", " high", " low", " of", "?", questions.YES, questions.NO,
+    "\nIs", "\nWhat", "\nRising", "\nFalling", " last", " close", " close?", " open", " first",
+    " row", " above", " below", " high", " low", " of", " in", questions.YES, questions.NO,
 )  # fmt: skip
 _PIECE = Regex(
-    r"Candles:|\nIs|\nWhat| [a-z]{2,}|\n[A-Z]| [A-Z]|[A-Z]| [cohl]?[0-9]|\.[0-9]|[0-9]|\?"
+    r"Candles:|\n[A-Z][a-z]+| close\?| [a-z]{2,}| [A-Z]|[A-Z]\??|\no[0-9]| [chl][0-9]| [0-9]\??"
+    r"|\.[0-9]|[0-9]\??"
 )
 
 
 @functools.cache
 def tokens() -> dict[str, int]:
     """Return the id of every token."""
-    digits = "0123456789"
+    before = ("\no", " c", " h", " l", " ", ".", "")
     names = [
         candles.START,
         *_WORDS,
-        *(f"{before}{letter}" for before in ("\n", " ", "") for letter in candles.LETTERS),
-        *(f" {mark}{digit}" for mark in (*candles.FIELDS, "") for digit in digits),
-        *(f".{digit}" for digit in digits),
-        *digits,
+        *(f"{space}{letter}" for space in (" ", "") for letter in candles.LETTERS),
+        *(f"{mark}{digit}" for mark in before for digit in range(10)),
+        # The last token of a question carries its mark, and so is where its answer is sought.
+        *(f"{letter}?" for letter in candles.LETTERS),
+        *(f"{space}{digit}?" for space in (" ", "") for digit in range(10)),
     ]
     return {name: index for index, name in enumerate(names)}
 
