@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
 import threading
 import time
@@ -132,6 +133,7 @@ class LocalService:
         self._evaluating: dict[Ticket, tuple[FlashBoard, FlashQuery]] = {}
         self._appending: dict[Ticket, int] = {}  # tokens
         self._versions: dict[str, int] = {}  # computed, of open sessions
+        self._news = itertools.count()
         self._closing = False
         self._failure: BaseException | None = None
         self._step_s = 0.01  # of late
@@ -147,23 +149,25 @@ class LocalService:
         session_id: str | None = None,
         when_full: WhenFull = "error",
     ) -> str:
-        """See Engine.create; returns when the prefix is computed."""
+        """See Engine.create; returns when the prefix is computed, in steps shared with others."""
 
-        def create() -> str:
-            name = self._engine.create(frozen, session_id=session_id, when_full=when_full)
-            self._versions[name] = self._engine.session(name).version
-            self._boards[name] = FlashBoard()
-            return name
+        def submit(pending: Pending) -> None:
+            pending._ticket = self._scheduler.submit(
+                functools.partial(self._engine.verbs.create, frozen, session_id, when_full),
+                job_class=JobClass.APPEND, session=f"new {next(self._news)}", tokens=len(frozen),
+                cells=len(frozen), now=self._clock(),
+            )  # fmt: skip
 
-        return self._call(create)
+        name = self._pending(submit).result()
+        self._call(functools.partial(self._open, name))
+        return name
 
     def fork(self, session_id: str, *, new_id: str | None = None) -> str:
         """See Engine.fork; registered questions stay with the parent."""
 
         def fork() -> str:
             name = self._engine.fork(session_id, new_id=new_id)
-            self._versions[name] = self._engine.session(name).version
-            self._boards[name] = FlashBoard()
+            self._open(name)
             return name
 
         return self._call(fork)
@@ -331,6 +335,10 @@ class LocalService:
         return board.find(question) in board.outdated(self._versions[session_id])
 
     # On the worker
+
+    def _open(self, session_id: str) -> None:
+        self._versions[session_id] = self._engine.session(session_id).version
+        self._boards[session_id] = FlashBoard()
 
     def _submit_question(
         self, pending: Pending, session_id: str, question: Question, job_class: JobClass, **how: Any

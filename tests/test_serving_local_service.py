@@ -164,6 +164,31 @@ def test_questions_of_a_session_are_evaluated_together(service):
     assert service._engine.executor.steps - steps == 3
 
 
+def test_a_question_does_not_wait_for_a_long_prefix_of_another_session(service, monkeypatch):
+    session = service.create([1, 2, 3])
+    tickets = []
+    submit = service._scheduler.submit
+
+    def note(*args, **how):
+        tickets.append(submit(*args, **how))
+        return tickets[-1]
+
+    monkeypatch.setattr(service._scheduler, "submit", note)
+    release = _hold(service)
+    created = threading.Thread(target=service.create, args=(tiny_engine.random_ids(1, 90),))
+    created.start()
+    _wait_for_commands(service, 1)
+    asked = threading.Thread(target=lambda: service.query(session, _question(1, 1)).result(WAIT_S))
+    asked.start()
+    _wait_for_commands(service, 2)
+    release.set()
+    created.join()
+    asked.join()
+    long, short = tickets
+    assert (long.session, short.session) == ("new 1", session)
+    assert short.ended < long.ended
+
+
 def test_choices_are_registered_like_other_questions(service):
     context = tiny_engine.random_ids(1, 20)
     session = service.create(context)
