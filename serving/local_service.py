@@ -33,7 +33,7 @@ from jaxstate.errors import (
     SessionError,
 )
 from jaxstate.flash import FlashBoard, FlashQuery, Question
-from jaxstate.plan import JobClass, Limits
+from jaxstate.plan import AGE_S, JobClass, Limits
 from jaxstate.scheduler import Scheduler, State, Ticket
 from jaxstate.session import WhenFull
 
@@ -132,6 +132,7 @@ class LocalService:
         self._boards: dict[str, FlashBoard] = {}
         self._evaluating: dict[Ticket, tuple[FlashBoard, FlashQuery]] = {}
         self._appending: dict[Ticket, int] = {}  # tokens
+        self._outdated_since: dict[str, float] = {}
         self._versions: dict[str, int] = {}  # computed, of open sessions
         self._news = itertools.count()
         self._closing = False
@@ -187,6 +188,7 @@ class LocalService:
                 )
             self._engine.close(session_id)
             del self._versions[session_id], self._boards[session_id]
+            self._outdated_since.pop(session_id, None)
 
         self._call(close)
 
@@ -208,10 +210,7 @@ class LocalService:
             )  # fmt: skip
             assert pending._ticket is not None
             self._appending[pending._ticket] = count
-            # What has not begun would be of a version that is about to pass.
-            for ticket in list(self._evaluating):
-                if ticket.session == session_id and ticket.state is State.WAITING:
-                    self._scheduler.cancel(ticket, self._clock())
+            self._drop_evaluations(session_id)
 
         return self._pending(submit)
 
@@ -429,6 +428,8 @@ class LocalService:
                 board.note(query, ticket.result, self._clock())
             elif ticket.error is not None:
                 query.error = ticket.error
+            if not board.outdated(self._versions.get(ticket.session, -1)):
+                self._outdated_since.pop(ticket.session, None)
 
     def _evaluate(self) -> None:
         """Submit what registered questions lack, together, where no append is on its way."""
@@ -445,6 +446,18 @@ class LocalService:
                     continue
                 assert pending._ticket is not None
                 self._evaluating[pending._ticket] = (board, query)
+
+    def _drop_evaluations(self, session_id: str) -> None:
+        """End evaluations of a version that is about to pass, so that a burst is evaluated once.
+
+        Under appends that never pause, one that has begun ends once answers have been outdated for
+        as long as a Flash evaluation may wait.
+        """
+        now = self._clock()
+        outdated_s = now - self._outdated_since.setdefault(session_id, now)
+        for ticket in [one for one in self._evaluating if one.session == session_id]:
+            if ticket.state is State.WAITING or outdated_s < AGE_S[JobClass.FLASH]:
+                self._scheduler.cancel(ticket, now)
 
     def _is_idle(self) -> bool:
         return not self._scheduler.num_waiting and not any(
