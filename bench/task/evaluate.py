@@ -19,6 +19,7 @@ from jaxstate.state import StepShape
 
 Source = Literal["synthetic", "real"]
 _PAGE = 64
+_TRIES = 50
 _SHAPES = tuple(StepShape(num_tokens=n, block_tokens=n, num_rows=8) for n in (12, 512))
 
 
@@ -77,17 +78,19 @@ def cases(seed: int, count: int, rows: tuple[int, int], source: Source) -> Itera
     """Draw contexts of rows[0] to rows[1] rows that no training has seen.
 
     What is true of the candles is drawn first, and contexts until it is true of one: so both
-    answers are equally likely for each kind of question, also where the market had a trend.
+    answers are equally likely for each kind of question, also where the market had a trend; what
+    is true of none of _TRIES contexts is given up and drawn again.
     """
     rng = np.random.default_rng([0xE7A1, seed])
     while count:
         truths = rng.integers(2, size=len(questions.KINDS)).astype(bool)
-        found: list[Question] | None = None
-        while found is None:
+        for _ in range(_TRIES):
             context = _context(rng, int(rng.integers(rows[0], rows[1] + 1)), source)
             found = _questions(rng, context, truths)
-        yield Case(context=context, pairs=tuple((each, each.reworded()) for each in found))
-        count -= 1
+            if found is not None:
+                yield Case(context=context, pairs=tuple((each, each.reworded()) for each in found))
+                count -= 1
+                break
 
 
 def _context(rng: np.random.Generator, rows: int, source: Source) -> Context:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import tokenizers
 from task import candles, questions
@@ -16,10 +17,6 @@ _WORDS = (
     "\nIs", "\nWhat", "\nRising", "\nFalling", " last", " close", " close?", " open", " first",
     " row", " above", " below", " high", " low", " of", " in", questions.YES, questions.NO,
 )  # fmt: skip
-_PIECE = Regex(
-    r"Candles:|\n[A-Z][a-z]+| close\?| [a-z]{2,}| [A-Z]|[A-Z]\??|\no[0-9]| [chl][0-9]| [0-9]\??"
-    r"|\.[0-9]|[0-9]\??"
-)
 
 
 @functools.cache
@@ -41,7 +38,9 @@ def tokens() -> dict[str, int]:
 def build() -> Tokenizer:
     """Return the tokenizer; what it has no token for is left out, as other tokenizers do."""
     backend = tokenizers.Tokenizer(models.WordLevel(tokens()))
-    backend.pre_tokenizer = pre_tokenizers.Split(_PIECE, behavior="isolated")
+    pieces = sorted(tokens(), key=len, reverse=True)
+    pattern = Regex("|".join(re.escape(piece) for piece in pieces))
+    backend.pre_tokenizer = pre_tokenizers.Split(pattern, behavior="removed", invert=True)
     backend.decoder = decoders.Fuse()
     return Tokenizer(
         Vocabulary(
