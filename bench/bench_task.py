@@ -19,7 +19,7 @@ from task.evaluate import Source, Tally
 from jaxstate.models import loading
 from jaxstate.models.params import num_params
 
-MODEL = common.ROOT / "serving" / "data" / "candles-640k"
+MODEL = common.ROOT / "bench" / "task" / "candles-640k"
 UNIT = "balanced accuracy"
 SHORT = (19, 36)  # rows: 267 to 505 tokens
 LONGER = {"1k": 73, "2k": 146, "4k": 292}  # rows: 1,023, 2,045 and 4,089 tokens

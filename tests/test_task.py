@@ -19,7 +19,7 @@ batches, candles, evaluate, questions, task_model, tokenizer = (
     importlib.import_module(f"task.{name}")
     for name in ("batches", "candles", "evaluate", "questions", "task_model", "tokenizer")
 )
-CHECKPOINT = ROOT / "serving" / "data" / "candles-640k"
+CHECKPOINT = ROOT / "bench" / "task" / "candles-640k"
 ROW = re.compile(r"\no(\d\.\d\d) c(\d\.\d\d) ([A-Z]{2}) h(\d\.\d\d) l(\d\.\d\d)")
 SOURCES = ("synthetic", "real")
 
