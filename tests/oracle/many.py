@@ -72,7 +72,7 @@ class Many:
         frozen = self._ids(int(self._rng.integers(0, 7)))
         when_full = str(self._rng.choice(["error", "slide"]))
         try:
-            session = self.engine.create(frozen, when_full=when_full)  # type: ignore[arg-type]
+            session = self.engine.create(frozen, when_full=when_full)
         except CapacityError:
             self.events["create refused"] += 1
             return
