@@ -13,6 +13,7 @@ class Source(enum.Enum):
     COMPUTED = "computed"  # the whole question was forwarded for it
     RESUMED = "resumed"  # part or all of the question had been paid for by `advance`
     FLASH = "flash"  # a registered question, answered before it was asked
+    GATED = "gated"  # not the model's full answer to the newest version, at a measured risk
 
 
 class FinishReason(enum.Enum):
@@ -42,6 +43,40 @@ class Token:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FirstToken:
+    """What the first tokens of the choices alone say, where all differ.
+
+    Attributes:
+      choice: index of the choice whose first token is likeliest.
+      gap: its logit minus that of the next one.
+    """
+
+    choice: int
+    gap: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What an answer says about the gate that gave it.
+
+    Attributes:
+      gap: of what it was taken from, in logits, see Answer.certainty.
+      tau: what it had to exceed.
+      risk: largest share of disagreement, with 95 % confidence.
+      bound: see calibration.Calibration.
+      num_effective: effective samples behind the bound.
+      age: versions between what the answer saw and the session.
+    """
+
+    gap: float
+    tau: float
+    risk: float
+    bound: float
+    num_effective: int
+    age: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
     """A finished answer.
 
@@ -57,7 +92,11 @@ class Answer:
       blocks_kept: share of the context that attention read, see BlockSelector; None = all of it.
       tokens: each token with what was asked of it.
       choice: index of the best choice; None without choices.
-      choice_logprobs: log-probability of each choice, normalized over the choices.
+      choice_logprobs: log-probability of each choice, normalized over the choices; None too where
+        the first token alone has decided.
+      first_token: see FirstToken; None without choices.
+      age: versions that the session was ahead when it was given.
+      evidence: of a GATED answer.
     """
 
     token_ids: tuple[int, ...]
@@ -72,3 +111,17 @@ class Answer:
     tokens: tuple[Token, ...] = ()
     choice: int | None = None
     choice_logprobs: tuple[float, ...] | None = None
+    first_token: FirstToken | None = None
+    age: int = 0
+    evidence: Evidence | None = None
+
+    @property
+    def certainty(self) -> float:
+        """What a gate looks at: by how many logits the best choice, or first token, leads."""
+        if self.choice is None:
+            return self.gap
+        if self.choice_logprobs is None:
+            return self.first_token.gap if self.first_token else 0.0
+        scores = sorted(self.choice_logprobs)[-2:]
+        # A choice that nothing is left for would make it infinite.
+        return min(scores[-1] - scores[0], 1e4) if len(scores) > 1 else 1e4

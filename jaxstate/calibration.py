@@ -39,6 +39,7 @@ import numpy as np
 import scipy  # loads `special` when first used, 0.2 s that importing this would cost
 
 from jaxstate import drift
+from jaxstate.answer import Evidence
 from jaxstate.drift import Drift
 from jaxstate.errors import InputError, SnapshotError
 
@@ -65,7 +66,8 @@ class ShadowSample:
     Attributes:
       gap: the stale summary's top-1 minus top-2 logit.
       agreed: its answer is the one of the model's own full fresh evaluation.
-      stale_version: the session's version that the summary saw.
+      stale_version: the session's version that the summary saw; that of the fresh answer where
+        the summary is another's: of a header, or of the first token alone.
       version: the one that the fresh answer saw.
     """
 
@@ -80,10 +82,10 @@ class ShadowSample:
             raise InputError(f"agreed: expected True or False, got {self.agreed!r}")
         if not 0 <= self.gap < math.inf:
             raise InputError(f"gap: expected a finite number of logits from 0 on, got {self.gap}")
-        if not 0 <= self.stale_version < self.version:
+        if not 0 <= self.stale_version <= self.version:
             raise InputError(
-                f"stale_version: expected one from 0 on and before version {self.version}, got "
-                f"{self.stale_version}; equal versions are no stale answer"
+                f"stale_version: expected one from 0 up to version {self.version}, got "
+                f"{self.stale_version}"
             )
 
 
@@ -186,27 +188,6 @@ class Calibration:
             raise SnapshotError(f"calibration: damaged, {error}; calibrate again") from error
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What an answer says about the gate that gave it.
-
-    Attributes:
-      gap: of the stale summary, in logits.
-      tau: what it had to exceed.
-      risk: largest share of disagreement, with 95 % confidence.
-      bound: see Calibration.
-      num_effective: effective samples behind the bound.
-      age: versions between the summary and the session.
-    """
-
-    gap: float
-    tau: float
-    risk: float
-    bound: float
-    num_effective: int
-    age: int
-
-
 def calibrate(
     samples: Iterable[ShadowSample],
     risk: float,
@@ -259,12 +240,12 @@ def evidence(calibration: Calibration, gap: float, *, age: int) -> Evidence:
     Args:
       age: versions between the summary and the session.
     Raises:
-      InputError: the gate does not fire on this gap, or the summary is not stale.
+      InputError: the gate does not fire on this gap, or a negative age.
     """
     if calibration.tau is None or not decide(calibration, gap):
         raise InputError(f"gap: expected one that the gate fires on, got {gap}; ask decide first")
-    if age < 1:
-        raise InputError(f"age: expected at least 1 version, got {age}; the fresh needs no gate")
+    if age < 0:
+        raise InputError(f"age: expected at least 0 versions, got {age}")
     return Evidence(
         gap=gap,
         tau=calibration.tau,

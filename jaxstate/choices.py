@@ -75,6 +75,11 @@ class ChoiceTree:
         """Nodes whose next-token distribution is needed: those with children, root first."""
         return [index for index, node in enumerate(self.nodes) if node.children]
 
+    def first_tokens(self) -> list[int] | None:
+        """The first token of each choice, in order; None where two begin alike."""
+        first = list(self.nodes[0].children)  # in the order of the choices
+        return first if len(first) == self.num_choices else None
+
     def edges(self) -> list[tuple[int, int]]:
         """(node, token id) pairs whose logprobs are needed, in a fixed order."""
         return [(index, token) for index in self.branching for token in self.nodes[index].children]

@@ -147,12 +147,15 @@ class Engine:
         max_new_tokens: int = 0,
         min_gap: float = 0.0,
         eos_ids: Sequence[int] = (),
+        slot_ids: Sequence[int] = (),
     ) -> PaidTail:
         """Forward tokens a request is expected to bring, and keep them with their distribution.
 
-        Then decode ahead greedily to the next decision point: an end token, a gap below
-        `min_gap`, or `max_new_tokens`. A query whose question begins with the paid tokens
-        forwards only the rest. The next durable operation drops the tail.
+        Then decode ahead greedily to the next decision point: before an end token or where the gap
+        is below `min_gap`, behind a token of `slot_ids` (which opens what is to be chosen), or
+        after `max_new_tokens`. A query whose question begins with the paid tokens forwards only
+        the rest; one that asks for exactly the entry is answered by what was decoded. The next
+        durable operation drops the tail.
 
         Raises:
           InputError, CapacityError, SessionError: as for query.
@@ -160,8 +163,9 @@ class Engine:
         Source: speculative pre-positioning (arXiv:2606.29565).
         """
         steps = self.verbs.advance(
-            session_id, entry, max_new_tokens=max_new_tokens, min_gap=min_gap, eos_ids=eos_ids
-        )
+            session_id, entry, max_new_tokens=max_new_tokens, min_gap=min_gap, eos_ids=eos_ids,
+            slot_ids=slot_ids,
+        )  # fmt: skip
         return self._run(steps)
 
     def stream(

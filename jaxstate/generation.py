@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from jaxstate.answer import Answer, FinishReason, Source, Token
+from jaxstate.answer import Answer, FinishReason, FirstToken, Source, Token
 from jaxstate.choices import ChoiceTree
 from jaxstate.errors import InputError
 from jaxstate.executor import MAX_TOP_LOGPROBS, Executor, StepResult
@@ -61,15 +61,17 @@ def stream_tokens(
     tail: Tail,
     executor: Executor,
     request: Request,
-    first: NextToken,
+    along: list[NextToken],
     tokenizer: Tokenizer | None,
     context: Sequence[int],
 ) -> Generator[Need | Token, Any, tuple[list[Token], str, FinishReason]]:
     """Draw and yield tokens behind a forwarded question; return all of them, text and reason.
 
-    The last token drawn has not been forwarded.
+    The last token drawn has not been forwarded for it.
 
     Args:
+      along: the distributions after the question and after each token of the answer that has been
+        forwarded before, which are those that will be drawn; grows by what is forwarded now.
       context: ids right before the answer, the question's last; a character that they begin is
         completed by the answer.
     """
@@ -79,8 +81,8 @@ def stream_tokens(
     watch = StopStrings(request.stop)
     tokens: list[Token] = []
     shown: list[str] = []
-    following = first
     for index in itertools.count(1):
+        following = along[index - 1]
         token_id, logprob, top = _pick(executor, request, following, tail.position)
         ended = token_id in request.eos_ids
         text = "" if ended or detokenizer is None else watch.push(detokenizer.push(token_id))
@@ -99,9 +101,10 @@ def stream_tokens(
             elif watch.stopped:
                 reason = FinishReason.STOP
             return tokens, "".join(shown), reason
-        result = yield from tail.forward([token_id], want_last=True)
-        assert result is not None
-        following = NextToken.of(result, 0)
+        if index == len(along):
+            result = yield from tail.forward([token_id], want_last=True)
+            assert result is not None
+            along.append(NextToken.of(result, 0))
     raise AssertionError("unreachable")
 
 
@@ -128,14 +131,15 @@ def _pick(executor: Executor, request: Request, following: NextToken, position: 
 
 def score_choices(
     tail: Tail, tree: ChoiceTree, question: np.ndarray, ready: NextToken | None
-) -> Generator[Need, Ran, tuple[NextToken, list[float]]]:
+) -> Generator[Need, Ran, tuple[NextToken, list[float], FirstToken | None]]:
     """Score all choices behind a question, as a tree behind its last token.
 
     Args:
       question: tokens to forward first; may be empty if `ready` is given.
       ready: the distribution after the question, if it is known already.
     Returns:
-      the distribution after the question, and each choice's normalized log-probability.
+      the distribution after the question, each choice's normalized log-probability, and what the
+      first token alone would have decided.
     Raises:
       InputError: a choice is longer than a step.
     """
@@ -149,8 +153,9 @@ def score_choices(
         logprobs.update(zip(keys, result.logprobs_at(pairs), strict=True))
 
     if ready is not None:
-        row = np.asarray(ready.row_logits()) - ready.lse
-        logprobs |= {(0, token): float(row[token]) for token in tree.nodes[0].children}
+        children = list(tree.nodes[0].children)
+        row = np.asarray(ready.row_logits())[children] - ready.lse
+        logprobs |= {(0, token): float(value) for token, value in zip(children, row, strict=True)}
         root = ready
     else:
         part = parts.pop(0) if parts else None
@@ -162,7 +167,21 @@ def score_choices(
         result = yield from tail.forward([], want_last=False, nodes=part)
         assert result is not None
         note(result, part.wanted_nodes, 0)
-    return root, tree.scores([logprobs[edge] for edge in tree.edges()])
+    first = tree.first_tokens()
+    decided = first_token([logprobs[0, token] for token in first]) if first else None
+    return root, tree.scores([logprobs[edge] for edge in tree.edges()]), decided
+
+
+def first_token(scores: Sequence[float]) -> FirstToken | None:
+    """Choose by the first token of each choice alone; None for a single one.
+
+    Args:
+      scores: logit or log-probability of each.
+    """
+    if len(scores) < 2:
+        return None
+    best, second = np.argsort(-np.asarray(scores), kind="stable")[:2]
+    return FirstToken(choice=int(best), gap=float(scores[best] - scores[second]))
 
 
 def answer_of(

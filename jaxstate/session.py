@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from jaxstate.errors import CapacityError, SessionError
 from jaxstate.pages import Entry, cut_end, cut_middle
+from jaxstate.tail import NextToken
 
 WhenFull = Literal["error", "slide"]
 
@@ -18,16 +19,28 @@ class PaidTail:
     """Tokens forwarded behind a session's context before anybody asked.
 
     Attributes:
-      owner: holder of its pages.
-      token_ids: what was forwarded.
+      token_ids: what was forwarded: an entry, and what was decoded greedily behind it.
       entries: the session's cells and its own behind them.
-      ready: the distribution after the last token, a tail.NextToken.
+      along: the distributions after the entry and after every token behind it.
     """
 
-    owner: int
     token_ids: tuple[int, ...]
     entries: tuple[Entry, ...]
-    ready: Any
+    along: tuple[NextToken, ...]
+
+    @property
+    def ready(self) -> NextToken:
+        """The distribution after the last token."""
+        return self.along[-1]
+
+    @property
+    def entry_len(self) -> int:
+        """Tokens of the entry."""
+        return len(self.token_ids) - len(self.along) + 1
+
+    def behind(self, count: int) -> tuple[NextToken, ...]:
+        """Distributions after the first `count` tokens and after each one behind, if kept."""
+        return self.along[count - self.entry_len :] if count >= self.entry_len else ()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -149,15 +162,16 @@ def rolled_back(session: Session, count: int) -> tuple[Entry, ...]:
 def longest_paid(session: Session, ids: np.ndarray) -> tuple[PaidTail | None, int]:
     """Find the paid tail that saves most, and how many question tokens it saves.
 
-    All of them only if the tail ends exactly there: then its distribution is the answer's.
+    All of them only where the tail has kept the distribution after the last. Of several that save
+    the same, that one which goes on longest behind the question.
     """
-    best, skip = None, 0
+    best, skip, length = None, 0, 0
     for paid in session.paid:
         common = common_len(np.asarray(paid.token_ids, np.int32), ids)
-        if common == len(ids) and common < len(paid.token_ids):
+        if common == len(ids) and not paid.behind(common):
             common -= 1
-        if common > skip:
-            best, skip = paid, common
+        if common and (common, len(paid.token_ids)) > (skip, length):
+            best, skip, length = paid, common, len(paid.token_ids)
     return best, skip
 
 

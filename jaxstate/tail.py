@@ -68,6 +68,7 @@ class Tail:
         self._largest_shape = executor.config.step_shapes[-1]
         self._num_cells = executor.config.num_cells
         self._pages = pages
+        self.owner = owner
         self._begin = position
         self._selects = selects
         self._growth = None

@@ -9,9 +9,8 @@ back: that frees cells when it begins.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Unpack
 
 import numpy as np
@@ -20,7 +19,7 @@ from jaxstate import checks, generation
 from jaxstate import pages as pages_module
 from jaxstate import rows as rows_module
 from jaxstate import session as session_module
-from jaxstate.answer import Answer, FinishReason, Source
+from jaxstate.answer import Answer, Evidence, FinishReason, Source
 from jaxstate.choices import ChoiceTree
 from jaxstate.config import EngineConfig
 from jaxstate.errors import CapacityError, InputError, SessionError
@@ -172,36 +171,34 @@ class Verbs:
         max_new_tokens: int,
         min_gap: float,
         eos_ids: Sequence[int],
+        slot_ids: Sequence[int],
     ) -> Steps:
         """See Engine.advance."""
         session = self.session(session_id)
         ids = checks.token_ids(entry, self.model, "entry")
         checks.count(max_new_tokens, "max_new_tokens", least=0)
         checks.vocabulary(self.model, eos_ids, "eos_ids")
+        checks.vocabulary(self.model, slot_ids, "slot_ids")
         checks.positions(self.model, session.context_len, len(ids), max_new_tokens)
-        owner = next(self._owners)
+        version = session.version
         paid, skip = session_module.longest_paid(session, ids)
-        tail = self._tail(session, owner, paid, skip, len(ids) + max_new_tokens - skip)
+        tail = self._tail(session, next(self._owners), paid, skip, len(ids) + max_new_tokens - skip)
+        token_ids = ids.tolist()
         try:
-            following = yield from self._ask(tail, ids, paid, skip)
-            for _ in range(max_new_tokens):
+            along = [(yield from self._ask(tail, ids, paid, skip))]
+            while len(along) <= max_new_tokens:
+                following = along[-1]
                 if following.gap < min_gap or following.top_id in eos_ids:
                     break
-                ids = np.append(ids, np.int32(following.top_id))
-                result = yield from tail.forward(ids[-1:], want_last=True)
+                token_ids.append(following.top_id)
+                result = yield from tail.forward(token_ids[-1:], want_last=True)
                 assert result is not None
-                following = NextToken.of(result, 0)
-            entries = tail.keep()
-        except BaseException:
+                along.append(NextToken.of(result, 0))
+                if following.top_id in slot_ids:
+                    break
+            kept = self._keep(session, version, tail, token_ids, along)
+        finally:
             tail.close()
-            raise
-        self.pages.disown(owner, None)
-        logits = following.row_logits()  # one row outlives the step's whole output
-        following = dataclasses.replace(following, row_logits=lambda: logits)
-        kept = PaidTail(
-            owner=owner, token_ids=tuple(ids.tolist()), entries=entries, ready=following
-        )
-        session.paid.append(kept)
         return kept
 
     def stream(
@@ -211,9 +208,14 @@ class Verbs:
         *,
         max_new_tokens: int,
         commit: bool = False,
+        keep: bool = False,
         **options: Unpack[RequestOptions],
     ) -> TokenSteps:
-        """See Engine.stream; arguments are checked at once."""
+        """See Engine.stream; arguments are checked at once.
+
+        Args:
+          keep: what was forwarded stays as a paid tail.
+        """
         session = self.session(session_id)
         ids = checks.token_ids(question, self.model, "question")
         request = self._request(ids, session.context_len, max_new_tokens, **options)
@@ -224,12 +226,24 @@ class Verbs:
                 self.config.context_len,
                 self.config.evict_quantum,
             )
-        return self._stream(session, ids, request, commit)
+        return self._stream(session, ids, request, commit, keep)
 
     def choose(
-        self, session_id: str, question: Sequence[int], choices: Sequence[Sequence[int]]
+        self,
+        session_id: str,
+        question: Sequence[int],
+        choices: Sequence[Sequence[int]],
+        *,
+        gate: Callable[[float], Evidence | None] | None = None,
+        keep: bool = False,
     ) -> Steps:
-        """See Engine.choose."""
+        """See Engine.choose.
+
+        Args:
+          gate: whether the first token alone may decide that leads by so many logits; it is asked
+            where the question is paid for and the rest would need a step.
+          keep: as for stream.
+        """
         session = self.session(session_id)
         ids = checks.token_ids(question, self.model, "question")
         checked = [
@@ -240,26 +254,45 @@ class Verbs:
         checks.positions(self.model, session.context_len, len(ids), longest)
         version, context_len = session.version, session.context_len
         paid, skip = session_module.longest_paid(session, ids)
+        ready = paid.behind(skip)[0] if paid and skip == len(ids) else None
+
+        def answer(best: int, root: NextToken, **more) -> Answer:
+            return Answer(
+                token_ids=checked[best],
+                finish_reason=FinishReason.CHOICE,
+                text=self._tokenizer.decode(checked[best]) if self._tokenizer else "",
+                version=version,
+                context_len=context_len,
+                gap=root.gap,
+                blocks_kept=self._blocks_kept,
+                choice=best,
+                **more,
+            )
+
+        if ready is not None and gate is not None and longest > 1:
+            first = tree.first_tokens()
+            decided = generation.first_token(_logits_at(ready, first)) if first else None
+            evidence = gate(decided.gap) if decided else None
+            if decided and evidence:
+                return answer(
+                    decided.choice, ready, source=Source.GATED, tokens_forwarded=0,
+                    first_token=decided, evidence=evidence,
+                )  # fmt: skip
         tail = self._tail(session, next(self._owners), paid, skip, len(ids) - skip)
         try:
-            ready = paid.ready if paid and skip == len(ids) else None
-            root, scores = yield from generation.score_choices(tail, tree, ids[skip:], ready)
+            root, scores, decided = yield from generation.score_choices(
+                tail, tree, ids[skip:], ready
+            )
+            if keep and ready is None:
+                self._keep(session, version, tail, ids.tolist(), [root])
         finally:
             tail.close()
         best = max(range(len(scores)), key=lambda index: (scores[index], -index))
-        return Answer(
-            token_ids=checked[best],
-            finish_reason=FinishReason.CHOICE,
-            text=self._tokenizer.decode(checked[best]) if self._tokenizer else "",
-            source=Source.RESUMED if skip else Source.COMPUTED,
-            version=version,
-            context_len=context_len,
-            tokens_forwarded=tail.tokens_forwarded,
-            gap=root.gap,
-            blocks_kept=self._blocks_kept,
-            choice=best,
-            choice_logprobs=tuple(scores),
-        )
+        return answer(
+            best, root, source=Source.RESUMED if skip else Source.COMPUTED,
+            tokens_forwarded=tail.tokens_forwarded, choice_logprobs=tuple(scores),
+            first_token=decided,
+        )  # fmt: skip
 
     def stream_generate(
         self, prompt: Sequence[int], *, max_new_tokens: int, **options: Unpack[RequestOptions]
@@ -268,7 +301,7 @@ class Verbs:
         ids = checks.token_ids(prompt, self.model, "prompt")
         request = self._request(ids, 0, max_new_tokens, **options)
         nobody = Session(session_id="", owner=next(self._owners), when_full="error")
-        return self._stream(nobody, ids, request, commit=False)
+        return self._stream(nobody, ids, request, commit=False, keep=False)
 
     # Inside
 
@@ -375,10 +408,28 @@ class Verbs:
         """Forward what is not paid; return the distribution after the question."""
         if skip == len(ids):
             assert paid is not None
-            return paid.ready
+            return paid.behind(skip)[0]
         result = yield from tail.forward(ids[skip:], want_last=True)
         assert result is not None
         return NextToken.of(result, 0)
+
+    def _keep(
+        self,
+        session: Session,
+        version: int,
+        tail: Tail,
+        token_ids: Sequence[int],
+        along: Sequence[NextToken],
+    ) -> PaidTail:
+        """Keep what a tail forwarded; a session that has changed meanwhile does not take it."""
+        entries = tail.keep()
+        self.pages.disown(tail.owner, None)
+        kept = PaidTail(token_ids=tuple(token_ids), entries=entries, along=tuple(along))
+        if session.version == version and self.sessions.get(session.session_id) is session:
+            session.paid.append(kept)
+        else:
+            self.pages.drop(entries)
+        return kept
 
     def _request(
         self,
@@ -394,7 +445,7 @@ class Verbs:
         return request
 
     def _stream(
-        self, session: Session, ids: np.ndarray, request: Request, commit: bool
+        self, session: Session, ids: np.ndarray, request: Request, commit: bool, keep: bool
     ) -> TokenSteps:
         if session.session_id and self.sessions.get(session.session_id) is not session:
             raise SessionError(f"session {session.session_id} was closed before it was asked")
@@ -406,19 +457,30 @@ class Verbs:
         paid, skip = session_module.longest_paid(session, ids)
         if commit and self._blocks_kept is not None:
             paid, skip = None, 0
+        ahead: tuple[NextToken, ...] = ()
+        if paid and skip == len(ids) and request.sampling.is_plain_greedy and not commit:
+            # What was decoded ahead is what will be drawn.
+            ahead = paid.behind(skip)[1 : request.max_new_tokens]
         owner = session.owner if commit else next(self._owners)
         version, context_len = session.version, session.context_len
         before = [*session.token_ids[-_TEXT_CONTEXT:], *ids.tolist()]
-        count = len(ids) - skip + request.max_new_tokens
-        tail = self._tail(session, owner, paid, skip, count, selects=selects)
+        # The last token drawn is forwarded only to be kept.
+        count = len(ids) - skip + request.max_new_tokens - len(ahead) - (not commit)
+        tail = self._tail(session, owner, paid, skip + len(ahead), count, selects=selects)
         try:
             first = yield from self._ask(tail, ids, paid, skip)
+            along = [first, *ahead]
             tokens, text, reason = yield from generation.stream_tokens(
-                tail, self.executor, request, first, self._tokenizer, before[-_TEXT_CONTEXT:]
+                tail, self.executor, request, along, self._tokenizer, before[-_TEXT_CONTEXT:]
             )
+            new = [token.token_id for token in tokens]
             if commit:
-                new = [token.token_id for token in tokens]
                 yield from self._commit(session, version, tail, ids, new)
+            elif keep and tail.tokens_forwarded:
+                if not request.sampling.is_plain_greedy:
+                    new, along = [], [first]
+                    tail.position = context_len + len(ids)
+                self._keep(session, version, tail, [*ids.tolist(), *new[: len(along) - 1]], along)
         finally:
             tail.close()
         return generation.answer_of(
@@ -454,3 +516,8 @@ class Verbs:
         if dropped:
             self._drop_oldest(session, dropped)
         session.version += 1
+
+
+def _logits_at(ready: NextToken, token_ids: Sequence[int]) -> list[float]:
+    """Look tokens up in a kept distribution."""
+    return np.asarray(ready.row_logits())[list(token_ids)].tolist()

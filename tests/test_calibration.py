@@ -239,8 +239,8 @@ def test_an_answer_tells_gap_threshold_risk_bound_samples_and_age():
     }
     with pytest.raises(InputError, match="gap: expected one that the gate fires on, got 1.0"):
         calibration.evidence(_gate(), 1.0, age=2)
-    with pytest.raises(InputError, match="age: expected at least 1 version, got 0"):
-        calibration.evidence(_gate(), 3.5, age=0)
+    with pytest.raises(InputError, match="age: expected at least 0 versions, got -1"):
+        calibration.evidence(_gate(), 3.5, age=-1)
 
 
 def test_a_closed_gate_opens_again_only_by_later_samples():
@@ -334,8 +334,8 @@ def test_damaged_gates_are_refused():
         (lambda: _samples([float("inf")], [True]), "gap: expected a finite number of logits"),
         (lambda: _samples([-1.0], [True]), "gap: expected a finite number of logits"),
         (
-            lambda: ShadowSample(gap=1.0, agreed=True, stale_version=3, version=3),
-            "stale_version: expected one from 0 on and before version 3, got 3",
+            lambda: ShadowSample(gap=1.0, agreed=True, stale_version=4, version=3),
+            "stale_version: expected one from 0 up to version 3, got 4",
         ),
         (lambda: ShadowStore(58), "capacity: expected at least 59, got 58"),
         (

@@ -283,11 +283,11 @@ ON_HOST = [
         "return min(int(differs[0]) + 1, count) if",
     ),
     on_host(
-        "a paid tail's distribution stands for its prefix",
+        "a paid tail's last distribution stands for its entry's",
         session,
-        "longest_paid",
-        "common -= 1",
-        "pass",
+        "PaidTail.behind",
+        "count - self.entry_len :",
+        "-1:",
     ),
     on_host(
         "a query writes the session's own pages",

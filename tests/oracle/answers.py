@@ -29,6 +29,7 @@ class Answers:
         question: Sequence[int],
         *,
         skip: int,
+        ahead: int = 0,
         max_new_tokens: int,
         eos_ids: Sequence[int] = (),
         top_logprobs: int | None = None,
@@ -39,6 +40,7 @@ class Answers:
         Args:
           mirror: the session as it was when it was asked.
           skip: tokens of the question that were paid for.
+          ahead: tokens of the answer that were.
         """
         token_ids = list(answer.token_ids)
         ended = bool(token_ids) and token_ids[-1] in eos_ids
@@ -72,7 +74,7 @@ class Answers:
             self._rule.top_logprobs(dict(token.top_logprobs), want, top_logprobs, what)
         self._check_gap(answer.gap, wants[0], "query")
         self._check_origin(answer, mirror, skip, "query")
-        forwarded = len(question) - skip + len(token_ids) - 1 + committed
+        forwarded = len(question) - skip + max(len(token_ids) - 1 - ahead, 0) + committed
         require(
             answer.tokens_forwarded == forwarded,
             f"query: expected {forwarded} tokens forwarded, got {answer.tokens_forwarded}",
@@ -140,9 +142,11 @@ class Answers:
             count == max_new_tokens or self._may_stop(wants[-1], min_gap, eos_ids),
             f"advance: stopped at a gap of {top_gap(wants[-1]):.4g} without an end token",
         )
-        self._rule.logits(np.asarray(paid.ready.row_logits()), wants[-1], "advance")
-        self._rule.greedy_token(paid.ready.top_id, wants[-1], "advance: ready token")
-        self._check_gap(paid.ready.gap, wants[-1], "advance")
+        require(len(paid.along) == len(wants), f"advance: {len(paid.along)} distributions kept")
+        for kept, want in zip(paid.along, wants, strict=True):
+            self._rule.logits(np.asarray(kept.row_logits()), want, "advance")
+            self._rule.greedy_token(kept.top_id, want, "advance: next token")
+            self._check_gap(kept.gap, want, "advance")
 
     def _may_go_on(self, want: np.ndarray, min_gap: float, eos_ids: Sequence[int]) -> bool:
         """Tell whether decoding ahead may pass this distribution, given both errors and ties."""

@@ -177,7 +177,7 @@ class CheckedEngine:
                 paid, mirror, entry, max_new_tokens=max_new_tokens, min_gap=min_gap,
                 eos_ids=eos_ids,
             )  # fmt: skip
-            mirror.paid.append(list(paid.token_ids))
+            mirror.paid.append((list(paid.token_ids), len(entry)))
         self._watch.check("advance")
 
     def query(
@@ -187,7 +187,7 @@ class CheckedEngine:
         """Ask greedily; the session is unchanged, or holds question and answer after a commit."""
         mirror = self.mirrors[session_id]
         total = len(question) + max_new_tokens
-        skip = mirror.skipped(question)
+        skip, ahead = mirror.skipped(question), 0 if commit else mirror.ahead(question)
         answer = self._watch.attempt(
             "query",
             lambda: self.engine.query(
@@ -200,7 +200,7 @@ class CheckedEngine:
         )  # fmt: skip
         if answer is not REFUSED:
             records = self._answers.check_greedy(
-                answer, mirror, question, skip=skip, max_new_tokens=max_new_tokens,
+                answer, mirror, question, skip=skip, ahead=ahead, max_new_tokens=max_new_tokens,
                 eos_ids=eos_ids, top_logprobs=top_logprobs, committed=commit,
             )  # fmt: skip
             if commit:
@@ -236,7 +236,7 @@ class CheckedEngine:
         """
         mirror = self.mirrors[session_id]
         total = len(question) + max_new_tokens
-        skip = mirror.skipped(question)
+        skip, ahead = mirror.skipped(question), 0 if commit else mirror.ahead(question)
         seen = copy.deepcopy(mirror)
         table = self.engine.session(session_id).entries
 
@@ -251,7 +251,7 @@ class CheckedEngine:
         stream = self._watch.attempt(
             "stream", begin, refusal=self._turn_refusal(mirror, total, commit),
             tokens=total if taken else 0, writer=session_id if commit else None,
-            forwards=lambda _: len(question) - skip + taken - 1 if taken else 0,
+            forwards=lambda _: len(question) - skip + max(taken - 1 - ahead, 0) if taken else 0,
         )  # fmt: skip
         if stream is REFUSED:
             self._watch.check("stream")
@@ -263,7 +263,7 @@ class CheckedEngine:
         refusal: Refusal = None
         if finish and not taken:
             refusal = self._turn_refusal(mirror, total, commit) if is_open else SessionError
-            skip = mirror.skipped(question)
+            skip, ahead = mirror.skipped(question), 0 if commit else mirror.ahead(question)
             seen = copy.deepcopy(mirror)
         elif finish and commit and not (is_open and mirror.version == seen.version):
             refusal = SessionError
@@ -275,7 +275,7 @@ class CheckedEngine:
         self._watch.resumed()
         if finish and answer is not REFUSED:
             records = self._answers.check_greedy(
-                answer, seen, question, skip=skip, max_new_tokens=max_new_tokens,
+                answer, seen, question, skip=skip, ahead=ahead, max_new_tokens=max_new_tokens,
                 committed=commit,
             )  # fmt: skip
             if commit:

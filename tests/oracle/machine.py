@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -289,10 +287,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _question(self, session: str, reused: int, length: int, seed: int) -> list[int]:
         """Begin with a share of what was paid for, if anything was, and go on at random."""
-        paid: Sequence[Sequence[int]] = self._mirror(session).paid
+        paid = self._mirror(session).paid
         begin: list[int] = []
         if paid:
-            token_ids = paid[seed % len(paid)]
+            token_ids, _ = paid[seed % len(paid)]
             begin = list(token_ids[: -(-len(token_ids) * reused // 8)])
         return (begin + self._tokens(seed, length)) or self._tokens(seed, 1)
 

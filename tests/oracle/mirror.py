@@ -26,7 +26,7 @@ class Mirror:
       evicted: stream tokens dropped so far.
       floor: length of the stream, evicted tokens included, at the last eviction.
       version: number of durable operations.
-      paid: tokens of each tail forwarded ahead.
+      paid: tokens of each tail forwarded ahead, and how many of them are its entry.
     """
 
     context: Context
@@ -35,7 +35,7 @@ class Mirror:
     evicted: int = 0
     floor: int = 0
     version: int = 0
-    paid: list[list[int]] = dataclasses.field(default_factory=list)
+    paid: list[tuple[list[int], int]] = dataclasses.field(default_factory=list)
 
     @property
     def kept(self) -> int:
@@ -66,15 +66,23 @@ class Mirror:
     def skipped(self, question: Sequence[int]) -> int:
         """Count the tokens of a question that paid tails save.
 
-        The last one only where a tail ends there: its distribution was kept, no other.
+        The last one only behind an entry's end: distributions before it were not kept.
         """
         best = 0
-        for paid in self.paid:
+        for paid, entry_len in self.paid:
             common = common_len(paid, question)
-            if common == len(question) < len(paid):
+            if common == len(question) < entry_len:
                 common -= 1
             best = max(best, common)
         return best
+
+    def ahead(self, question: Sequence[int]) -> int:
+        """Count the tokens of the greedy answer that were forwarded before it was asked."""
+        tails = [paid for paid, entry_len in self.paid if len(question) >= entry_len]
+        behind = [
+            len(paid) - len(question) for paid in tails if paid[: len(question)] == list(question)
+        ]
+        return max(behind, default=0)
 
 
 def common_len(left: Sequence[Any], right: Sequence[Any]) -> int:

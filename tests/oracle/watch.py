@@ -175,7 +175,11 @@ class Watch:
             ("policy", session.when_full, mirror.when_full),
             ("evicted tokens", session.evicted, mirror.evicted),
             ("version", session.version, mirror.version),
-            ("paid tails", [list(paid.token_ids) for paid in session.paid], mirror.paid),
+            (
+                "paid tails",
+                [(list(paid.token_ids), paid.entry_len) for paid in session.paid],
+                mirror.paid,
+            ),
         ):
             require(got == want, f"{what}: expected {name} {want}, got {got}")
         count = len(mirror.context)
