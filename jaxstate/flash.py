@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable
 
+from jaxstate import gate as gate_module
 from jaxstate.answer import Answer, Source
+from jaxstate.calibration import ShadowSample
 from jaxstate.errors import InputError
+from jaxstate.gate import Gate
 from jaxstate.sampling import Sampling
 
 
@@ -50,17 +53,36 @@ class FlashQuery:
       question: see Question.
       answer: the newest there is, of whatever version; None before the first.
       answered_at: seconds on the caller's clock.
+      risk: with which its gate may fire where a query does not say; None = it may not.
+      stale: the gate of answers of older versions.
+      first: the gate of choices that their first tokens decide.
+      headers: the gate of what each declared header leads to, by its tokens.
       hits: how often it was served.
+      stale_hits: how often so from an older version, by the caller's wish.
+      fires: how often a gate answered; unchecked of those came since the last evaluation.
+      disagreements: how often that was not the fresh answer.
       evaluations: how often it was computed.
-      error: why it could not be, since the session last changed.
+      tokens: forwarded for its answer, which served `served` times; wasted where that was none.
+      error: why it could not be computed, since the session last changed.
     """
 
     flash_id: int
     question: Question
     answer: Answer | None = None
     answered_at: float = 0.0
+    risk: float | None = None
+    stale: Gate = dataclasses.field(default_factory=Gate)
+    first: Gate = dataclasses.field(default_factory=Gate)
+    headers: dict[tuple[int, ...], Gate] = dataclasses.field(default_factory=dict)
     hits: int = 0
+    stale_hits: int = 0
+    fires: int = 0
+    unchecked: int = 0
+    disagreements: int = 0
     evaluations: int = 0
+    tokens: int = 0
+    served: int = 0
+    wasted: int = 0
     error: BaseException | None = None
 
 
@@ -80,12 +102,14 @@ class FlashBoard:
         """All of them, oldest first."""
         return list(self._by_key.values())
 
-    def register(self, question: Question) -> FlashQuery:
-        """Add a question; one that is there already is returned as it is."""
+    def register(self, question: Question, risk: float | None = None) -> FlashQuery:
+        """Add a question; of one that is there already the risk alone changes."""
         if question.key not in self._by_key:
             self._by_key[question.key] = FlashQuery(flash_id=self._next_id, question=question)
             self._next_id += 1
-        return self._by_key[question.key]
+        query = self._by_key[question.key]
+        query.risk = risk
+        return query
 
     def unregister(self, flash_id: int) -> None:
         """Forget a question and its answer.
@@ -117,11 +141,31 @@ class FlashBoard:
         for query in self.queries:
             query.error = None
 
-    def note(self, query: FlashQuery, answer: Answer, now: float) -> None:
-        """Keep an answer, unless a newer one is there."""
+    def note(self, query: FlashQuery, answer: Answer, now: float) -> bool:
+        """Keep an answer and let the gates learn from it; False if it is of no newer version."""
         query.evaluations += 1
-        if query.answer is None or answer.version >= query.answer.version:
-            query.answer, query.answered_at = answer, now
+        old = query.answer
+        if old is not None and answer.version <= old.version:
+            return False
+        if old is not None:
+            sample = gate_module.stale_sample(old, answer)
+            query.stale.add(sample)
+            query.disagreements += 0 if sample.agreed else query.unchecked
+            query.unchecked = 0
+        first = answer.first_token
+        if first and max(map(len, query.question.choices)) > 1:
+            query.first.add(
+                ShadowSample(
+                    gap=first.gap,
+                    agreed=first.choice == answer.choice,
+                    stale_version=answer.version,
+                    version=answer.version,
+                )
+            )
+        query.wasted += 0 if query.served else query.tokens
+        query.tokens, query.served = answer.tokens_forwarded, 0
+        query.answer, query.answered_at = answer, now
+        return True
 
     def look_up(self, question: Question, version: int, *, stale: bool = False) -> Answer | None:
         """Return the answer of this version, or with `stale` the newest; None if there is none.
@@ -131,7 +175,33 @@ class FlashBoard:
         query = self._by_key.get(question.key)
         if query is None or query.answer is None:
             return None
-        if query.answer.version != version and not stale:
+        age = version - query.answer.version
+        if age and not stale:
             return None
         query.hits += 1
-        return dataclasses.replace(query.answer, source=Source.FLASH, tokens_forwarded=0)
+        query.served += 1
+        query.stale_hits += age > 0
+        return dataclasses.replace(query.answer, source=Source.FLASH, tokens_forwarded=0, age=age)
+
+    def gated(self, question: Question, version: int, risk: float | None) -> Answer | None:
+        """Return the answer of an older version if its gate fires, else None; source GATED.
+
+        Args:
+          risk: None = that of the registration, if it has one.
+        Raises:
+          InputError: a risk that no gate can keep.
+        """
+        query = self._by_key.get(question.key)
+        risk = query.risk if query and risk is None else risk
+        if query is None or query.answer is None or risk is None:
+            return None
+        age = version - query.answer.version
+        evidence = query.stale.decide(risk, query.answer.certainty, age=age)
+        if evidence is None:
+            return None
+        query.fires += 1
+        query.unchecked += 1
+        query.served += 1
+        return dataclasses.replace(
+            query.answer, source=Source.GATED, tokens_forwarded=0, age=age, evidence=evidence
+        )

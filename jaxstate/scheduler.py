@@ -45,6 +45,7 @@ class Ticket:
       tokens: drawn so far and not yet taken by the caller.
       result: what the verb returned, once DONE.
       error: what it raised, once FAILED.
+      tokens_forwarded: for it.
       started, first_output, ended: seconds on the same clock; None until then.
     """
 
@@ -57,6 +58,7 @@ class Ticket:
     tokens: collections.deque[Token] = dataclasses.field(default_factory=collections.deque)
     result: Any = None
     error: BaseException | None = None
+    tokens_forwarded: int = 0
     started: float | None = None
     first_output: float | None = None
     ended: float | None = None
@@ -81,12 +83,21 @@ class _Running:
 class Scheduler:
     """Runs submitted verbs, many in one step."""
 
-    def __init__(self, executor: Executor, pages: Pages, limits: Limits):
+    def __init__(
+        self,
+        executor: Executor,
+        pages: Pages,
+        limits: Limits,
+        *,
+        on_end: Callable[[Ticket], None] | None = None,
+    ):
         """Start empty.
 
         Args:
           limits: of a step; no more tokens and rows than the largest compiled shape takes.
+          on_end: called with every ticket when it is over.
         """
+        self._on_end = on_end
         self.limits = limits
         self._executor = executor
         self._pages = pages
@@ -252,6 +263,7 @@ class Scheduler:
             return
         ended = clock()
         for (running, need, _), ran in zip(chosen, found, strict=True):
+            running.ticket.tokens_forwarded += ran.tokens
             if need.outputs and ran.tokens == need.tokens and running.ticket.first_output is None:
                 running.ticket.first_output = ended
             try:
@@ -290,3 +302,5 @@ class Scheduler:
             running.steps.close()
         running.ticket.state, running.ticket.ended = state, now
         del self._running[running.ticket.job_id]
+        if self._on_end:
+            self._on_end(running.ticket)

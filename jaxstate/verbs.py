@@ -260,7 +260,7 @@ class Verbs:
             return Answer(
                 token_ids=checked[best],
                 finish_reason=FinishReason.CHOICE,
-                text=self._tokenizer.decode(checked[best]) if self._tokenizer else "",
+                text=self.text(checked[best]),
                 version=version,
                 context_len=context_len,
                 gap=root.gap,
@@ -302,6 +302,19 @@ class Verbs:
         request = self._request(ids, 0, max_new_tokens, **options)
         nobody = Session(session_id="", owner=next(self._owners), when_full="error")
         return self._stream(nobody, ids, request, commit=False, keep=False)
+
+    def check_entry(self, session_id: str, token_ids: Sequence[int]) -> None:
+        """Refuse an entry that `advance` would refuse whatever the session becomes.
+
+        Raises:
+          InputError: no tokens, or an id out of range.
+        """
+        self.session(session_id)
+        checks.token_ids(token_ids, self.model, "header")
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Decode an answer's tokens; "" without a tokenizer."""
+        return self._tokenizer.decode(token_ids) if self._tokenizer else ""
 
     # Inside
 

@@ -9,12 +9,14 @@
 
 One thread owns engine and scheduler; callers hand it commands and wait for what becomes of them.
 Registered questions are answered in its idle time, all of a session's together, after every change
-of the session. An answer that is there already is looked up by the caller's own thread.
+of the session; then what its next questions will begin with is forwarded ahead. An answer that is
+there already is looked up by the caller's own thread.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import math
@@ -23,7 +25,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from jaxstate.answer import Answer, Token
+from jaxstate import drift
+from jaxstate.answer import Answer, Evidence, Token
+from jaxstate.calibration import ShadowSample
 from jaxstate.engine import Engine
 from jaxstate.errors import (
     BusyError,
@@ -33,13 +37,20 @@ from jaxstate.errors import (
     SessionError,
 )
 from jaxstate.flash import FlashBoard, FlashQuery, Question
+from jaxstate.gate import Gate, same_answer
+from jaxstate.metrics import Metrics
 from jaxstate.plan import AGE_S, JobClass, Limits
+from jaxstate.prepositioning import Entry, Prepositions
 from jaxstate.scheduler import Scheduler, State, Ticket
 from jaxstate.session import WhenFull
 
 Stale = Literal["compute", "wait", "serve"]
 """What a query does whose registered answer is not of the newest version: compute it now, wait for
 the one that is coming, or take the old one, which says its version."""
+
+From = Literal["question", "header"]
+"""What may answer at a risk: older answers to the question, or also the ready state that a declared
+header leads to, whatever is asked."""
 
 
 class Pending:
@@ -108,6 +119,7 @@ class LocalService:
         *,
         step_tokens: int | None = None,
         max_waiting: int = 1024,
+        preposition: int = 4,
         clock: Callable[[], float] = time.monotonic,
     ):
         """Start the worker; from now on nobody else may use the engine.
@@ -116,6 +128,8 @@ class LocalService:
           step_tokens: most tokens of a step, what a question may have to wait for; None = the
             largest compiled step.
           max_waiting: verbs that may wait; more are refused with BusyError.
+          preposition: beginnings of questions of a session that are paid for in idle time, after
+            every change of it; 0 = only headers that were declared.
           clock: seconds, never going back.
         """
         largest = engine.executor.config.step_shapes[-1]
@@ -124,12 +138,18 @@ class LocalService:
             rows=largest.num_rows,
         )
         self._engine = engine
-        self._scheduler = Scheduler(engine.executor, engine.pages, limits)
+        self.metrics = Metrics()
+        self._scheduler = Scheduler(
+            engine.executor, engine.pages, limits, on_end=self.metrics.note_end
+        )
+        self._preposition = preposition
         self._max_waiting = max_waiting
         self._clock = clock
         self._changed = threading.Condition()
         self._commands: collections.deque[Callable[[], Any]] = collections.deque()
         self._boards: dict[str, FlashBoard] = {}
+        self._prepositions: dict[str, Prepositions] = {}
+        self._advancing: dict[Ticket, tuple[Prepositions, Entry, int]] = {}  # version
         self._evaluating: dict[Ticket, tuple[FlashBoard, FlashQuery]] = {}
         self._appending: dict[Ticket, int] = {}  # tokens
         self._outdated_since: dict[str, float] = {}
@@ -188,6 +208,7 @@ class LocalService:
                 )
             self._engine.close(session_id)
             del self._versions[session_id], self._boards[session_id]
+            del self._prepositions[session_id]
             self._outdated_since.pop(session_id, None)
 
         self._call(close)
@@ -215,35 +236,96 @@ class LocalService:
         return self._pending(submit)
 
     def query(
-        self, session_id: str, question: Question, *, stale: Stale = "compute", **how: Any
+        self,
+        session_id: str,
+        question: Question,
+        *,
+        stale: Stale = "compute",
+        risk: float | None = None,
+        entry: From = "question",
+        **how: Any,
     ) -> Pending:
         """Ask; its result is the Answer, its tokens come as they are drawn.
 
         Args:
           stale: what to do where the registered answer is of an older version, see Stale.
+          risk: of a registered question: how often an answer that is at hand may differ from the
+            full one of the newest version, 0.001 to 0.3. Where shadow evaluations have shown with
+            95 % confidence that it is not more often, it is given, with source GATED and its
+            evidence; else, and always without a risk, the answer is the full one. None = as
+            registered.
+          entry: see From.
           how: deadline_s, seconds after which it need not be begun any more.
+        Raises:
+          InputError: a risk that no gate can keep.
         """
         with self._changed:
-            answer = self._look_up(session_id, question, stale=stale == "serve")
+            board = self._boards.get(session_id)
+            query = board.find(question) if board else None
+            if query and risk is None:
+                risk = query.risk
+            answer = self._look_up(session_id, question)
+            if answer is None and query and risk is not None:
+                answer = self._gated(session_id, query, risk, entry)
+            if answer is None and stale == "serve":
+                answer = self._look_up(session_id, question, stale=True)
             if answer is None and stale == "wait":
                 self._changed.wait_for(lambda: not self._is_coming(session_id, question))
                 answer = self._look_up(session_id, question)
-        if answer is not None:
-            return Pending(self._changed, None, answer)
+            if answer is not None:
+                self.metrics.note_answer(answer)
+                return Pending(self._changed, None, answer)
 
         def submit(pending: Pending) -> None:
-            self._submit_question(pending, session_id, question, JobClass.QUERY, **how)
+            if query is None:
+                self._prepositions[session_id].receive(question.token_ids)
+            gate = None
+            if query and risk is not None:
+                gate = functools.partial(_first_token, query, risk)
+            self._submit_question(pending, session_id, question, JobClass.QUERY, gate=gate, **how)
+
+        return self._pending(submit)
+
+    # Ahead of questions
+
+    def declare(self, session_id: str, header: Entry) -> None:
+        """Forward a header in idle time, now and after every change of the session.
+
+        A question that begins with it forwards only the rest; one that is exactly the header is
+        answered by what was decoded ahead.
+        """
+
+        def declare() -> None:
+            self._engine.session(session_id)
+            self._engine.verbs.check_entry(session_id, header.token_ids)
+            self._prepositions[session_id].declare(header)
+
+        self._call(declare)
+
+    def advance(self, session_id: str, entry: Entry, **how: Any) -> Pending:
+        """See Engine.advance; once, in idle time. `how`: deadline_s."""
+
+        def submit(pending: Pending) -> None:
+            self._submit_entry(pending, session_id, entry, **how)
 
         return self._pending(submit)
 
     # Flash Queries
 
-    def register(self, session_id: str, question: Question) -> FlashQuery:
-        """Have a question answered in idle time, now and after every change of the session."""
+    def register(
+        self, session_id: str, question: Question, *, risk: float | None = None
+    ) -> FlashQuery:
+        """Have a question answered in idle time, now and after every change of the session.
+
+        Args:
+          risk: of queries that do not say one, see query; None = they get full answers.
+        """
+        if risk is not None:
+            drift.check_risk(risk)
 
         def register() -> FlashQuery:
             self._engine.session(session_id)
-            return self._boards[session_id].register(question)
+            return self._boards[session_id].register(question, risk)
 
         return self._call(register)
 
@@ -326,6 +408,24 @@ class LocalService:
             return None
         return board.look_up(question, self._versions[session_id], stale=stale)
 
+    def _gated(self, session_id: str, query: FlashQuery, risk: float, entry: From) -> Answer | None:
+        """Answer at a risk from what is at hand, if its gate fires."""
+        version = self._versions[session_id]
+        answer = self._boards[session_id].gated(query.question, version, risk)
+        if answer is not None or entry == "question":
+            return answer
+        ready = self._prepositions[session_id].ready
+        for header, gate in query.headers.items():
+            answer = ready[header].answer(query.question) if header in ready else None
+            if answer is None:
+                continue
+            age = version - answer.version
+            evidence = gate.decide(risk, answer.certainty, age=age)
+            if evidence:
+                text = self._engine.verbs.text(answer.token_ids)
+                return dataclasses.replace(answer, text=text, age=age, evidence=evidence)
+        return None
+
     def _is_coming(self, session_id: str, question: Question) -> bool:
         """Whether a registered question is going to have an answer of the newest version."""
         board = self._boards.get(session_id)
@@ -338,21 +438,40 @@ class LocalService:
     def _open(self, session_id: str) -> None:
         self._versions[session_id] = self._engine.session(session_id).version
         self._boards[session_id] = FlashBoard()
+        self._prepositions[session_id] = Prepositions(self._preposition)
 
     def _submit_question(
-        self, pending: Pending, session_id: str, question: Question, job_class: JobClass, **how: Any
+        self,
+        pending: Pending,
+        session_id: str,
+        question: Question,
+        job_class: JobClass,
+        *,
+        gate: Callable[[float], Evidence | None] | None = None,
+        **how: Any,
     ) -> None:
         verbs = self._engine.verbs
+        keep = job_class is JobClass.FLASH
         if question.choices:
-            begin = functools.partial(verbs.choose, choices=question.choices)
+            begin = functools.partial(verbs.choose, choices=question.choices, gate=gate, keep=keep)
             cells = len(question.token_ids)
         else:
             begin = functools.partial(
                 verbs.stream, max_new_tokens=question.max_new_tokens, eos_ids=question.eos_ids,
-                sampling=question.sampling,
+                sampling=question.sampling, keep=keep,
             )  # fmt: skip
             cells = len(question.token_ids) + question.max_new_tokens
         self._submit(pending, begin, session_id, question.token_ids, job_class, cells=cells, **how)
+
+    def _submit_entry(self, pending: Pending, session_id: str, entry: Entry, **how: Any) -> None:
+        begin = functools.partial(
+            self._engine.verbs.advance, max_new_tokens=entry.max_new_tokens,
+            min_gap=entry.min_gap, eos_ids=entry.eos_ids, slot_ids=entry.slot_ids,
+        )  # fmt: skip
+        cells = len(entry.token_ids) + entry.max_new_tokens
+        self._submit(
+            pending, begin, session_id, entry.token_ids, JobClass.ADVANCE, cells=cells, **how
+        )
 
     def _submit(
         self,
@@ -414,6 +533,7 @@ class LocalService:
             with self._changed:
                 self._note_ends()
                 self._evaluate()
+                self._preposition_all()
 
     def _note_ends(self) -> None:
         for ticket in [ticket for ticket in self._appending if ticket.is_over]:
@@ -425,11 +545,52 @@ class LocalService:
         for ticket in [ticket for ticket in self._evaluating if ticket.is_over]:
             board, query = self._evaluating.pop(ticket)
             if ticket.state is State.DONE:
-                board.note(query, ticket.result, self._clock())
+                if board.note(query, ticket.result, self._clock()):
+                    self._sample_headers(ticket.session, query, ticket.result)
             elif ticket.error is not None:
                 query.error = ticket.error
             if not board.outdated(self._versions.get(ticket.session, -1)):
                 self._outdated_since.pop(ticket.session, None)
+
+        for ticket in [ticket for ticket in self._advancing if ticket.is_over]:
+            prepositions, entry, version = self._advancing.pop(ticket)
+            session = self._engine.verbs.sessions.get(ticket.session)
+            if ticket.state is State.DONE and session and session.version == version:
+                prepositions.note(entry, version, session.context_len, ticket.result)
+            elif ticket.error is not None:
+                prepositions.fail(entry, version)
+
+    def _sample_headers(self, session_id: str, query: FlashQuery, fresh: Answer) -> None:
+        """Compare what declared headers led to with a fresh answer."""
+        prepositions = self._prepositions.get(session_id)
+        for header, ready in prepositions.ready.items() if prepositions else ():
+            found = ready.answer(query.question)
+            if found is None or not prepositions or not prepositions.is_declared(header):
+                continue
+            sample = ShadowSample(
+                gap=found.certainty, agreed=same_answer(found, fresh),
+                stale_version=found.version, version=fresh.version,
+            )  # fmt: skip
+            query.headers.setdefault(header, Gate()).add(sample)
+
+    def _preposition_all(self) -> None:
+        """Submit what sessions lack ahead of their next questions, behind all else."""
+        busy = {
+            ticket.session for ticket in (*self._appending, *self._evaluating, *self._advancing)
+        }
+        for session_id, prepositions in self._prepositions.items():
+            if session_id in busy:
+                continue
+            version = self._versions[session_id]
+            for entry in prepositions.outdated(version):
+                pending = Pending(self._changed, None)
+                try:
+                    self._submit_entry(pending, session_id, entry)
+                except JaxStateError:
+                    prepositions.fail(entry, version)  # does not fit; questions will say so
+                    continue
+                assert pending._ticket is not None
+                self._advancing[pending._ticket] = (prepositions, entry, version)
 
     def _evaluate(self) -> None:
         """Submit what registered questions lack, together, where no append is on its way."""
@@ -458,8 +619,19 @@ class LocalService:
         for ticket in [one for one in self._evaluating if one.session == session_id]:
             if ticket.state is State.WAITING or outdated_s < AGE_S[JobClass.FLASH]:
                 self._scheduler.cancel(ticket, now)
+        for ticket in [one for one in self._advancing if one.session == session_id]:
+            self._scheduler.cancel(ticket, now)
 
     def _is_idle(self) -> bool:
         return not self._scheduler.num_waiting and not any(
-            board.outdated(self._versions[session_id]) for session_id, board in self._boards.items()
+            board.outdated(self._versions[session_id])
+            or self._prepositions[session_id].outdated(self._versions[session_id])
+            for session_id, board in self._boards.items()
         )
+
+
+def _first_token(query: FlashQuery, risk: float, gap: float) -> Evidence | None:
+    """Whether the first token alone may decide between a question's choices."""
+    evidence = query.first.decide(risk, gap, age=0)
+    query.fires += evidence is not None
+    return evidence

@@ -1,0 +1,79 @@
+"""What a service counts, for whoever shows it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+from jaxstate.answer import Answer, Source
+from jaxstate.plan import JobClass
+from jaxstate.scheduler import State, Ticket
+
+RECENT = 4096  # verbs of a class whose times are kept
+
+
+@dataclasses.dataclass(kw_only=True)
+class ClassFigures:
+    """Verbs of one class.
+
+    Attributes:
+      ended: how many ended in each state.
+      tokens: forwarded for them.
+      wait_s: of the newest that were begun, seconds from submission to their beginning.
+      service_s: of the newest that are done, seconds from their beginning to their end.
+      longest_s: longest time from submission to the end.
+    """
+
+    ended: collections.Counter[State] = dataclasses.field(default_factory=collections.Counter)
+    tokens: int = 0
+    wait_s: collections.deque[float] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=RECENT)
+    )
+    service_s: collections.deque[float] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=RECENT)
+    )
+    longest_s: float = 0.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class Metrics:
+    """Counters of a service since it started.
+
+    Attributes:
+      by_class: see ClassFigures.
+      answers: how many came from each source.
+      stale_answers: how many of them were of an older version, by the caller's wish.
+      entries_paid: entries forwarded ahead.
+      entries_used: questions that forwarded less because of one, or of a registered question.
+    """
+
+    by_class: dict[JobClass, ClassFigures] = dataclasses.field(
+        default_factory=lambda: {job_class: ClassFigures() for job_class in JobClass}
+    )
+    answers: collections.Counter[Source] = dataclasses.field(default_factory=collections.Counter)
+    stale_answers: int = 0
+    entries_paid: int = 0
+    entries_used: int = 0
+
+    def note_end(self, ticket: Ticket) -> None:
+        """Count a verb that is over."""
+        figures = self.by_class[ticket.job_class]
+        figures.ended[ticket.state] += 1
+        figures.tokens += ticket.tokens_forwarded
+        assert ticket.ended is not None
+        if ticket.started is not None:
+            figures.wait_s.append(ticket.started - ticket.submitted)
+        if ticket.state is State.DONE:
+            assert ticket.started is not None
+            figures.service_s.append(ticket.ended - ticket.started)
+            figures.longest_s = max(figures.longest_s, ticket.ended - ticket.submitted)
+            if ticket.job_class is JobClass.ADVANCE:
+                self.entries_paid += 1
+            if ticket.job_class is JobClass.QUERY and isinstance(ticket.result, Answer):
+                self.note_answer(ticket.result)
+
+    def note_answer(self, answer: Answer) -> None:
+        """Count an answer to a query, computed or looked up."""
+        self.answers[answer.source] += 1
+        self.entries_used += answer.source is Source.RESUMED
+        self.stale_answers += answer.source is Source.FLASH and answer.age > 0
