@@ -1,0 +1,153 @@
+"""A service in idle time: entries paid for ahead, and gates that answer at a measured risk."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import tiny_engine
+
+from jaxstate.answer import Source
+from jaxstate.errors import InputError
+from jaxstate.flash import Question
+from jaxstate.plan import JobClass
+from jaxstate.prepositioning import Entry
+from jaxstate.sampling import Sampling
+from jaxstate.serving.local_service import LocalService
+
+WAIT_S = 60
+CONTEXT = tiny_engine.random_ids(1, 8)
+
+
+@functools.cache
+def _compiled():
+    return tiny_engine.build(num_pages=96)
+
+
+@pytest.fixture
+def service():
+    engine = _compiled()
+    service = LocalService(engine)
+    yield service
+    service.close()
+    for session in engine.session_ids:
+        engine.close(session)
+    assert engine.cells_held == 0
+
+
+def _ids(seed, count=6):
+    return tuple(tiny_engine.random_ids(seed, count))
+
+
+def _ask(service, session, question, **how):
+    return service.query(session, question, **how).result(WAIT_S)
+
+
+def test_a_registered_question_drawn_otherwise_resumes_behind_it(service):
+    session = service.create(CONTEXT)
+    question = Question(token_ids=_ids(2), max_new_tokens=4)
+    service.register(session, question)
+    service.wait_until_idle(WAIT_S)
+    sampling = Sampling(temperature=1.0, seed=3)
+    drawn = Question(token_ids=_ids(2), max_new_tokens=4, sampling=sampling)
+    resumed = _ask(service, session, drawn)
+    assert (resumed.source, resumed.tokens_forwarded) == (Source.RESUMED, 3)
+    other = service.create(CONTEXT)
+    computed = _ask(service, other, drawn)
+    assert computed.source is Source.COMPUTED and computed.token_ids == resumed.token_ids
+    # A longer greedy answer goes on where the kept one ended.
+    longer = _ask(service, session, Question(token_ids=_ids(2), max_new_tokens=6))
+    assert (longer.source, longer.tokens_forwarded) == (Source.RESUMED, 2)
+    want = tiny_engine.greedy([*CONTEXT, *_ids(2)], 6)
+    assert longer.token_ids == tuple(want)
+
+
+def test_a_declared_header_is_decoded_ahead_after_every_change(service):
+    session = service.create(CONTEXT)
+    header = _ids(4)
+    service.declare(session, Entry(token_ids=header, max_new_tokens=3))
+    service.wait_until_idle(WAIT_S)
+    steps = service._engine.executor.steps
+    answer = _ask(service, session, Question(token_ids=header, max_new_tokens=4))
+    assert (answer.source, answer.tokens_forwarded) == (Source.RESUMED, 0)
+    assert service._engine.executor.steps == steps
+    assert answer.token_ids == tuple(tiny_engine.greedy([*CONTEXT, *header], 4))
+    new = tiny_engine.random_ids(5, 3)
+    service.append(session, new).result(WAIT_S)
+    service.wait_until_idle(WAIT_S)
+    behind = _ask(service, session, Question(token_ids=(*header, 7), max_new_tokens=2))
+    assert behind.source is Source.RESUMED and behind.tokens_forwarded == 2
+    want = tiny_engine.greedy([*CONTEXT, *new, *header, 7], 2)
+    assert (behind.token_ids, behind.version) == (tuple(want), 1)
+
+
+def test_questions_that_come_again_are_paid_for_before_they_come(service):
+    session = service.create(CONTEXT)
+    question = Question(token_ids=_ids(6), max_new_tokens=1)
+    for _ in range(2):
+        assert _ask(service, session, question).source is not Source.FLASH
+    service.append(session, tiny_engine.random_ids(7, 2)).result(WAIT_S)
+    service.wait_until_idle(WAIT_S)
+    answer = _ask(service, session, question)
+    assert (answer.source, answer.tokens_forwarded, answer.version) == (Source.RESUMED, 0, 1)
+    assert service.metrics.entries_used >= 1
+    assert service.metrics.by_class[JobClass.ADVANCE].tokens == 2 * len(question.token_ids)
+
+
+def test_an_entry_that_does_not_fit_is_left_and_the_service_stays_idle(service):
+    session = service.create(CONTEXT)
+    service.declare(session, Entry(token_ids=_ids(8), max_new_tokens=10_000))
+    service.wait_until_idle(WAIT_S)
+    assert _ask(service, session, Question(token_ids=_ids(8), max_new_tokens=1)).token_ids
+    with pytest.raises(InputError, match="header"):
+        service.declare(session, Entry(token_ids=(-1,)))
+
+
+def test_a_gate_answers_from_an_older_version_only_at_a_risk_it_has_measured(service, monkeypatch):
+    session = service.create(CONTEXT, when_full="slide")
+    question = Question(token_ids=tuple(tiny_engine.random_ids(0, 5)), choices=((1,), (2,)))
+    query = service.register(session, question)
+
+    def append(version):
+        service.append(session, tiny_engine.random_ids(100 + version, 3)).result(WAIT_S)
+
+    for version in range(700):
+        append(version)
+        service.wait_until_idle(WAIT_S)
+    assert len(query.stale.samples) == 700
+    monkeypatch.setattr(service, "_evaluate", lambda: None)  # as if it had no idle time
+    append(700)
+    stale = _ask(service, session, question, stale="serve")
+    assert (stale.source, stale.version, stale.age) == (Source.FLASH, 700, 1)
+    gated = _ask(service, session, question, risk=0.3)
+    assert (gated.source, gated.version, gated.age) == (Source.GATED, 700, 1)
+    assert (gated.choice, gated.tokens_forwarded) == (stale.choice, 0)
+    said = gated.evidence
+    assert said is not None and said.gap > said.tau and said.bound <= said.risk == 0.3
+    assert query.fires == 1
+    # Without a risk, or at one that was not shown, the answer is the full one.
+    for risk in (None, 0.01):
+        full = _ask(service, session, question, risk=risk)
+        assert (full.version, full.evidence) == (701, None)
+        assert full.source in (Source.COMPUTED, Source.RESUMED)
+    with pytest.raises(InputError, match="risk"):
+        service.query(session, question, risk=0.9)
+
+
+def test_first_tokens_and_headers_are_compared_with_fresh_answers(service):
+    session = service.create(CONTEXT)
+    header = _ids(9)
+    service.declare(session, Entry(token_ids=header))
+    choices = ((1, 2), (3, 4))
+    query = service.register(session, Question(token_ids=_ids(10), choices=choices))
+    for version in range(20):
+        service.append(session, tiny_engine.random_ids(version, 2)).result(WAIT_S)
+        service.wait_until_idle(WAIT_S)
+    assert len(query.first.samples) >= 20
+    assert {one.stale_version == one.version for one in query.first.samples} == {True}
+    [gate] = query.headers.values()
+    assert len(gate.samples) >= 19
+    assert all(one.version - one.stale_version == 1 for one in gate.samples)
+    # A gate without enough samples does not fire, whatever may answer.
+    answer = _ask(service, session, query.question, risk=0.3, entry="header")
+    assert answer.source is Source.FLASH and answer.age == 0
