@@ -60,9 +60,9 @@ def test_drift_closes_a_gate_and_later_samples_open_it_again():
     gate = Gate()
     _feed(gate, 600, 0.05)
     assert gate.decide(RISK, 5.0, age=1)
-    _feed(gate, 100, 0.8, first=601)
+    _feed(gate, 20, 0.8, first=601)
     assert gate.decide(RISK, 5.0, age=1) is None
-    _feed(gate, 1200, 0.05, first=701)
+    _feed(gate, 1200, 0.05, first=621)
     again = gate.decide(RISK, 5.0, age=1)
     assert again is not None and again.num_effective < 1400
 
