@@ -50,12 +50,12 @@ class Candle:
     close: float
 
 
-def candles() -> list[Candle]:
-    """Return the workload's candles, oldest first: START + ROWS * ROUNDS of them."""
+def candles(count: int = START + ROWS * ROUNDS) -> list[Candle]:
+    """Return the oldest candles of the data, as many as the workload has; there are 1,500."""
     found = []
     file = importlib.resources.files("jaxstate.serving").joinpath("data/eurusd_1h.csv")
     records = csv.DictReader(file.read_text(encoding="utf-8").splitlines())
-    for record in itertools.islice(records, START + ROWS * ROUNDS):
+    for record in itertools.islice(records, count):
         prices = {name: f"{float(record[name]):.4f}" for name in ("Open", "High", "Low", "Close")}
         label = record["Time"][5:16]  # year and time, the day cut off: fixed to the letter
         found.append(
