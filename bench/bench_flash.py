@@ -1,4 +1,4 @@
-"""Registered questions: what a hit costs, what answering many together saves, one answer a burst.
+"""Registered questions and entries paid ahead: what a hit costs, what it saves to answer jointly.
 
     python bench/bench_flash.py [--quick] [--out FILE]
 
@@ -9,11 +9,14 @@ every bar means.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 import threading
 import time
 
 import common
+import flash_share
+import numpy as np
 from common import Limit, Report
 
 from jaxstate.answer import Source
@@ -22,9 +25,11 @@ from jaxstate.engine import Engine
 from jaxstate.flash import Question
 from jaxstate.models import loading, sources
 from jaxstate.models.loaded_model import LoadedModel
+from jaxstate.prepositioning import Entry
 from jaxstate.serving import market
 from jaxstate.serving.local_service import LocalService
 
+TASK_MODEL = common.ROOT / "bench" / "task" / "candles-640k"
 CONTEXT, QUESTIONS, QUESTION_TOKENS, ANSWER_TOKENS = 4096, 16, 24, 4
 BURST, HITS, WAIT_S = 20, 2000, 600.0
 HIT_MS = Limit(op="<=", value=0.2)
@@ -32,6 +37,9 @@ JOINT = Limit(op="<=", value=0.6, goal=0.45)
 FRESH = Limit(op="<=", value=1.0)
 ONCE = Limit(op="==", value=1)
 SHARE = Limit(op=">=", value=0.95)
+RATIOS = (10.0, 1.0, 0.1)  # queries per update
+FULL_MS = Limit(op="<=", value=2.0)
+TAIL = Limit(op="<=", value=1.3)
 
 
 def main() -> None:
@@ -46,15 +54,101 @@ def main() -> None:
     model = loading.load(sources.resolve("smollm2-135m"))
     config = EngineConfig(num_pages=140, page_size=64, context_len=7680, evict_quantum=512)
     engine = Engine(model.params, model.config, config, tokenizer=model.tokenizer)
-    service = LocalService(engine)
+    service = LocalService(engine, preposition=0)
     load = common.OtherLoad(list)
     measure(service, model, 1 if args.quick else 5, report, load)
+    resumed(engine, service, model, 5 if args.quick else 30, report, load)
     service.close()
-    report.no_bar(
-        "flash.share", SHARE, unit="of what idle time allows",
-        reason="needs a load generator with Poisson arrivals, which is not there yet",
-    )  # fmt: skip
+    random_arrivals(report, load, seconds=8 if args.quick else 60)
     report.table()
+
+
+def resumed(
+    engine: Engine, service: LocalService, model: LoadedModel, rounds: int, report: Report,
+    load: common.OtherLoad,
+) -> None:
+    """Ask what was paid for ahead, wholly and but for its last tokens."""
+    [session] = engine.session_ids
+    question = questions_of(model)[0]
+    ids = question.token_ids[:-1] + (model.tokenizer.encode("\nWhy")[-1],)  # not registered
+    full, forwarded, ratios = [], [], {m: [] for m in (1, 2, 4, 8)}
+    choice = Question(token_ids=ids, choices=(question.token_ids[:1], question.token_ids[1:2]))
+    service.advance(session, Entry(token_ids=ids, max_new_tokens=ANSWER_TOKENS)).result(WAIT_S)
+    for asked in (dataclasses.replace(question, token_ids=ids), choice):
+        for _ in range(rounds):
+            before = engine.executor.tokens_forwarded
+            began = time.perf_counter()
+            answer = service.query(session, asked).result(WAIT_S)
+            full.append((time.perf_counter() - began) * 1e3)
+            forwarded.append(engine.executor.tokens_forwarded - before)
+            assert answer.source is Source.RESUMED
+    for round_idx in range(rounds):
+        for index, (m, found) in enumerate(ratios.items()):
+            # Each has a beginning of its own, of which nothing else is paid for.
+            fresh = (*ids[:8], len(ratios) * round_idx + index, *ids[9:])
+            service.advance(session, Entry(token_ids=fresh[:-m])).result(WAIT_S)
+            before = engine.executor.tokens_forwarded
+            began = time.perf_counter()
+            service.query(session, Question(token_ids=fresh, max_new_tokens=1)).result(WAIT_S)
+            tail_s = time.perf_counter() - began
+            assert engine.executor.tokens_forwarded - before == m
+            # One decode step at this context: two tokens less one.
+            began = time.perf_counter()
+            longer = Question(token_ids=fresh[:-m], max_new_tokens=2)
+            service.query(session, longer).result(WAIT_S)
+            found.append(tail_s / (time.perf_counter() - began))
+    load.end("resumed")
+    spoiled = load.reason("resumed")
+    report.bar(
+        "resumed.full_ms", common.median(full), FULL_MS, unit="ms, p50, in process", n=len(full),
+        spoiled=spoiled, sound=not any(forwarded), tokens_forwarded=sum(forwarded),
+    )  # fmt: skip
+    by_tokens = {str(m): common.median(found) for m, found in ratios.items()}
+    report.bar(
+        "resumed.tail", max(by_tokens.values()), TAIL,
+        unit="x one decode step, worst of 1, 2, 4, 8 tokens", n=rounds, spoiled=spoiled,
+        by_tokens=by_tokens,
+    )  # fmt: skip
+
+
+def random_arrivals(report: Report, load: common.OtherLoad, *, seconds: float) -> None:
+    """Random arrivals on the small model that was trained for candles."""
+    model = loading.load(TASK_MODEL)
+    config = EngineConfig(num_pages=96, page_size=64, context_len=2048, evict_quantum=256)
+    engine = Engine(model.params, model.config, config, tokenizer=model.tokenizer)
+    service = LocalService(engine, preposition=0)
+    rng = np.random.default_rng(0)
+
+    def draw(count: int) -> list[int]:
+        return rng.integers(0, model.config.vocab_size, count).tolist()
+
+    session = service.create(draw(64), when_full="slide")
+    service.append(session, draw(1900)).result(WAIT_S)
+    questions = [Question(token_ids=tuple(draw(12)), max_new_tokens=4) for _ in range(4)]
+    for question in questions:
+        service.register(session, question)
+    service.wait_until_idle(WAIT_S)
+    cost = flash_share.costs(service, session, questions, [draw(14) for _ in range(30)])
+    # Updates so frequent that evaluating them takes a third of the time.
+    rate = 1 / (3 * (cost.append_s + cost.evaluate_s))
+    load.end("calibration of shares")
+    found = {}
+    for seed, ratio in enumerate(RATIOS):
+        rows = [draw(14) for _ in range(int(rate * seconds * 2) + 1)]
+        found[f"{ratio:g}:1"] = flash_share.play(
+            service, session, questions, rows, updates_per_s=rate, queries_per_s=ratio * rate,
+            seconds=seconds, cost=cost, seed=seed,
+        )  # fmt: skip
+        shares = dataclasses.asdict(found[f"{ratio:g}:1"])
+        report.line(arm="share", queries_per_update=ratio, **shares)
+    load.end("share")
+    service.close()
+    worth = {name: one.measured / one.possible for name, one in found.items()}
+    report.bar(
+        "flash.share", min(worth.values()), SHARE, unit="of what idle time allows, worst",
+        n=sum(one.queries for one in found.values()), spoiled=load.reason("share"),
+        by_ratio=worth, **dataclasses.asdict(cost), updates_per_s=rate,
+    )  # fmt: skip
 
 
 def measure(
@@ -69,6 +163,8 @@ def measure(
     alone, together, hits, same = [], [], [], []
     for number in range(rounds + 1):  # the first warms up
         common.note(f"round {number} of {rounds}")
+        # What the last round's evaluations kept must not help this one.
+        service.append(session, ids[CONTEXT + number : CONTEXT + number + 1]).result(WAIT_S)
         began = time.perf_counter()
         separate = [service.query(session, question).result(WAIT_S) for question in questions]
         alone.append(time.perf_counter() - began)
@@ -136,7 +232,7 @@ def bursts(
     """Append, and see when all answers are fresh; then append in a burst."""
     registered = [service.register(session, question) for question in questions]
     service.wait_until_idle(WAIT_S)
-    at, over = CONTEXT, []
+    at, over = CONTEXT + 16, []
     for _ in range(5):
         began = time.perf_counter()
         service.append(session, ids[at : at + 40]).result(WAIT_S)
