@@ -88,6 +88,7 @@ class Answer:
       version: the session's version it saw.
       context_len: context tokens it saw.
       tokens_forwarded: tokens that ran through the model for it.
+      cached_tokens: of the prompt, that others had computed; for prompts without a session.
       gap: top-1 minus top-2 logit where the answer begins.
       blocks_kept: share of the context that attention read, see BlockSelector; None = all of it.
       tokens: each token with what was asked of it.
@@ -107,6 +108,7 @@ class Answer:
     context_len: int
     tokens_forwarded: int
     gap: float
+    cached_tokens: int = 0
     blocks_kept: float | None = None
     tokens: tuple[Token, ...] = ()
     choice: int | None = None

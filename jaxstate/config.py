@@ -40,6 +40,9 @@ class EngineConfig:
       implementation: of the attention, see kernels_pallas.dispatch; "auto" logs its choice.
       selector: chooses what of a context questions read, which makes answers approximate; None =
         everything. What becomes durable is always computed from everything.
+      prefix_share: share of the pool's pages in which beginnings of contexts are kept that nobody
+        uses any more; 0 = new contexts share those of open ones only; None = contexts share nothing
+        but what forks do.
       kernel_cache_dir: where compiled kernels are kept; None = the user's cache folder.
     """
 
@@ -52,6 +55,7 @@ class EngineConfig:
     table_capacity: int | None = None
     implementation: Implementation = "auto"
     selector: BlockSelector | None = None
+    prefix_share: float | None = None
     kernel_cache_dir: str | None = None
 
     def __post_init__(self):
@@ -59,6 +63,8 @@ class EngineConfig:
         for name in ("num_pages", "page_size", "context_len", "evict_quantum", "table_capacity"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.prefix_share is not None and not 0 <= self.prefix_share <= 1:
+            raise ValueError(f"prefix_share: expected 0 to 1 or None, got {self.prefix_share}")
         if not self.step_shapes:
             raise ValueError("step_shapes: expected at least one shape, got none")
         sizes = [shape.num_tokens for shape in self.step_shapes]

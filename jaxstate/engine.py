@@ -59,8 +59,12 @@ class Engine:
         *,
         session_id: str | None = None,
         when_full: WhenFull = "error",
+        tenant: str = "",
     ) -> str:
         """Open a session whose context starts with `frozen`, which is never evicted.
+
+        Of the prefix only that is forwarded which no context of the same tenant has, see
+        EngineConfig.prefix_share; Session.cached_tokens says how much there was.
 
         Returns:
           its id.
@@ -69,7 +73,7 @@ class Engine:
           SessionError: the id is taken.
           CapacityError: the prefix does not fit.
         """
-        return self._run(self.verbs.create(frozen, session_id, when_full))
+        return self._run(self.verbs.create(frozen, session_id, when_full, tenant))
 
     def session(self, session_id: str) -> Session:
         """Return a session's record; treat it as read-only.
@@ -228,16 +232,30 @@ class Engine:
         return self._run(self.verbs.choose(session_id, question, choices))
 
     def generate(
-        self, prompt: Sequence[int], *, max_new_tokens: int, **options: Unpack[RequestOptions]
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        tenant: str = "",
+        **options: Unpack[RequestOptions],
     ) -> Answer:
-        """Answer a prompt without a session; options as for query."""
-        return _finish(self.stream_generate(prompt, max_new_tokens=max_new_tokens, **options))
+        """Answer a prompt without a session; options as for query, beginnings as for create."""
+        return _finish(
+            self.stream_generate(prompt, max_new_tokens=max_new_tokens, tenant=tenant, **options)
+        )
 
     def stream_generate(
-        self, prompt: Sequence[int], *, max_new_tokens: int, **options: Unpack[RequestOptions]
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        tenant: str = "",
+        **options: Unpack[RequestOptions],
     ) -> Generator[Token, None, Answer]:
         """Like `stream`, without a session."""
-        steps = self.verbs.stream_generate(prompt, max_new_tokens=max_new_tokens, **options)
+        steps = self.verbs.stream_generate(
+            prompt, max_new_tokens=max_new_tokens, tenant=tenant, **options
+        )
         return stream_alone(self.executor, steps)
 
     # Figures

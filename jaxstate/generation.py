@@ -194,6 +194,7 @@ def answer_of(
     version: int,
     context_len: int,
     tokens_forwarded: int,
+    cached_tokens: int,
     blocks_kept: float | None,
 ) -> Answer:
     """Assemble the answer of a finished stream."""
@@ -206,6 +207,7 @@ def answer_of(
         context_len=context_len,
         tokens_forwarded=tokens_forwarded,
         gap=first.gap,
+        cached_tokens=cached_tokens,
         blocks_kept=blocks_kept,
         tokens=tuple(tokens),
     )

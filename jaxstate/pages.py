@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -40,6 +40,19 @@ class PageHeader:
     references: int
 
 
+class Spare(Protocol):
+    """Holds pages that it can do without."""
+
+    @property
+    def num_reclaimable(self) -> int:
+        """Pages that nobody else holds."""
+        ...
+
+    def reclaim(self, count: int) -> None:
+        """Give pages back until `count` are free or none is left to give."""
+        ...
+
+
 class Pages:
     """Allocates pages and keeps their headers; no arrays, no device."""
 
@@ -49,11 +62,17 @@ class Pages:
         self.page_size = page_size
         self._headers: dict[int, PageHeader] = {}
         self._free = np.ones(num_pages, bool)
+        self.spare: Spare | None = None
 
     @property
     def num_free(self) -> int:
         """Pages nobody holds."""
         return self.num_pages - len(self._headers)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had: free ones, and those that are given back where they lack."""
+        return self.num_free + (self.spare.num_reclaimable if self.spare else 0)
 
     def header(self, page: int) -> PageHeader:
         """Return the header of an allocated page."""
@@ -76,6 +95,8 @@ class Pages:
         Raises:
           PoolFullError: fewer than `count` pages are free; nothing was taken.
         """
+        if count > self.num_free and self.spare:
+            self.spare.reclaim(count)
         if count > self.num_free:
             raise PoolFullError(
                 f"needs {count} pages of {self.page_size} cells, {self.num_free} of "
@@ -129,7 +150,14 @@ class Pages:
                 dropped[entry.page] = dropped.get(entry.page, 0) + 1
         for entry in staying:
             dropped.pop(entry.page, None)
-        freed = sum(self._headers[page].references == times for page, times in dropped.items())
+
+        def freed_by_them() -> int:
+            return sum(self._headers[page].references == times for page, times in dropped.items())
+
+        freed = freed_by_them()
+        if count > self.num_free + freed and self.spare:
+            self.spare.reclaim(count - freed)
+            freed = freed_by_them()  # more, where only they and the spare held a page
         if count > self.num_free + freed:
             raise PoolFullError(
                 f"needs {count} pages of {self.page_size} cells, {self.num_free + freed} of "

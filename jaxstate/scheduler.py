@@ -11,15 +11,20 @@ import dataclasses
 import enum
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from jaxstate import grouped_prefill
 from jaxstate.answer import Token
 from jaxstate.errors import CapacityError, PoolFullError
 from jaxstate.executor import Executor
+from jaxstate.grouped_prefill import Prefill
 from jaxstate.needs import Need, Ran, Steps, TokenSteps, run_together
 from jaxstate.pages import Pages
 from jaxstate.plan import Job, JobClass, Limits, Piece, StepPlan, plan
+from jaxstate.prefixes import Prefixes
 
 
 class State(enum.Enum):
@@ -78,6 +83,7 @@ class _Running:
     job: Job
     steps: Steps | TokenSteps | None = None
     need: Need | None = None
+    prefill: Prefill | None = None
 
 
 class Scheduler:
@@ -89,15 +95,18 @@ class Scheduler:
         pages: Pages,
         limits: Limits,
         *,
+        prefixes: Prefixes | None = None,
         on_end: Callable[[Ticket], None] | None = None,
     ):
         """Start empty.
 
         Args:
           limits: of a step; no more tokens and rows than the largest compiled shape takes.
+          prefixes: what verbs find computed already; None = each computes all of its own.
           on_end: called with every ticket when it is over.
         """
         self._on_end = on_end
+        self._prefixes = prefixes if prefixes and prefixes.is_on else None
         self.limits = limits
         self._executor = executor
         self._pages = pages
@@ -121,6 +130,8 @@ class Scheduler:
         deadline: float = math.inf,
         after: frozenset[int] = frozenset(),
         exclusive: bool = False,
+        prefix: Sequence[int] = (),
+        tenant: str = "",
     ) -> Ticket:
         """Queue a verb.
 
@@ -130,11 +141,13 @@ class Scheduler:
           cells: most cells that it can ever need.
           after: job ids of verbs that must be over first.
           exclusive: see plan.Job; for durable verbs that evict or roll back, see Verbs.
+          prefix: the whole context that it computes from position 0; where others of the tenant
+            compute the same beginning, one does and the others wait for it.
         Raises:
           CapacityError: it would not fit an empty pool.
         """
         # A tail begins on a page of its own and may end within one.
-        pages = -(-cells // self._pages.page_size) + 1 if cells else 0
+        pages = self._pages_of(cells)
         if pages > self._pages.num_pages:
             raise CapacityError(
                 f"{cells} cells of {self._pages.page_size} a page: expected at most the pool's "
@@ -149,7 +162,13 @@ class Scheduler:
             outputs=0, pages=pages, arrived=now, deadline=deadline, after=after,
             exclusive=exclusive,
         )  # fmt: skip
-        self._running[job_id] = _Running(ticket=ticket, begin=begin, job=job)
+        running = _Running(ticket=ticket, begin=begin, job=job)
+        if len(prefix) and self._prefixes:
+            running.prefill = Prefill(
+                job_id=job_id, tenant=tenant, token_ids=np.asarray(prefix, np.int32), cells=cells,
+                most=len(prefix) - (cells > len(prefix)),
+            ).beside(self._prefills())  # fmt: skip
+        self._running[job_id] = running
         return ticket
 
     def cancel(self, ticket: Ticket, now: float) -> bool:
@@ -186,8 +205,7 @@ class Scheduler:
         Args:
           clock: tells when the step has ended; None = at once.
         """
-        jobs = [running.job for running in self._running.values()]
-        step = plan(jobs, self.limits, self._pages.num_free, now)
+        step = plan(self._jobs(), self.limits, self._pages.num_available, now)
         for job_id in step.expired:
             self._end(self._running[job_id], State.EXPIRED, now)
         chosen: list[tuple[_Running, Need, int]] = []
@@ -215,12 +233,42 @@ class Scheduler:
             self._refuse(self._running[step.short_of_pages[0]], now)
         return step
 
+    def _pages_of(self, cells: int) -> int:
+        return -(-cells // self._pages.page_size) + 1 if cells else 0
+
+    def _prefills(self) -> list[Prefill]:
+        return [one.prefill for one in self._running.values() if one.prefill]
+
+    def _jobs(self) -> list[Job]:
+        """Jobs as they are now, given what is there of contexts that have not begun."""
+        jobs = {job_id: running.job for job_id, running in self._running.items()}
+        prefills = self._prefills()
+        if not self._prefixes or not prefills:
+            return list(jobs.values())
+        there: dict[int, int] = {}
+        for one in prefills:
+            if self._running[one.job_id].steps is None:
+                count, _ = self._prefixes.match(one.tenant, one.token_ids, one.most)
+                there[one.job_id] = count
+                jobs[one.job_id] = dataclasses.replace(
+                    jobs[one.job_id], tokens=max(len(one.token_ids) - count, 1),
+                    pages=self._pages_of(one.cells - count),
+                )  # fmt: skip
+        found = grouped_prefill.leaders(there, prefills, self._pages.page_size)
+        for follower, leader in sorted(found.items(), reverse=True):
+            job = jobs[follower]
+            jobs[follower] = dataclasses.replace(job, after=job.after | {leader})
+            # As urgent as whoever waits for it.
+            urgent = min(jobs[leader].job_class, job.job_class)
+            jobs[leader] = dataclasses.replace(jobs[leader], job_class=urgent)
+        return list(jobs.values())
+
     def _gives_back(self) -> bool:
         """Whether some verb has begun, which gives its pages back one day."""
         return any(running.steps is not None for running in self._running.values())
 
     def _refuse(self, running: _Running, now: float) -> None:
-        free = self._pages.num_free
+        free = self._pages.num_available
         error = PoolFullError(
             f"session {running.ticket.session}: {running.job.pages} pages are needed, {free} of "
             f"{self._pages.num_pages} are free, and nothing runs that would give some back; close "
@@ -248,8 +296,8 @@ class Scheduler:
         return running.ticket.job_id in self._running
 
     def _run(self, chosen: list[tuple[_Running, Need, int]], now: float, clock) -> None:
-        # Rows of one session side by side: they share its context.
-        chosen.sort(key=lambda one: (one[0].ticket.session, one[0].ticket.job_id))
+        # Rows of one session, or of one beginning, side by side: they share its context.
+        chosen.sort(key=lambda one: (*_neighbours(one[0]), one[0].ticket.job_id))
         try:
             found = run_together(self._executor, [(need, count) for _, need, count in chosen])
         except Exception as error:
@@ -304,3 +352,10 @@ class Scheduler:
         del self._running[running.ticket.job_id]
         if self._on_end:
             self._on_end(running.ticket)
+
+
+def _neighbours(running: _Running) -> tuple[str, list[int]]:
+    """What brings verbs together that see much alike."""
+    if running.prefill is None:
+        return running.ticket.session, []
+    return "", running.prefill.token_ids.tolist()

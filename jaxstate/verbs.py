@@ -29,6 +29,7 @@ from jaxstate.models.config import ModelConfig
 from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.needs import Need, Ran, Steps, TokenSteps
 from jaxstate.pages import Pages
+from jaxstate.prefixes import Prefixes
 from jaxstate.session import PaidTail, Session, WhenFull
 from jaxstate.tail import NextToken, Tail
 
@@ -51,6 +52,7 @@ class Verbs:
         self.executor = executor
         self.pages = Pages(config.num_pages, config.page_size)
         self.sessions: dict[str, Session] = {}
+        self.prefixes = Prefixes(self.pages, self.sessions, config.prefix_share)
         self._blocks_kept = config.selector.kept if config.selector else None
         self._tokenizer = tokenizer
         self._owners = itertools.count()
@@ -58,14 +60,22 @@ class Verbs:
 
     # Sessions
 
-    def create(self, frozen: Sequence[int], session_id: str | None, when_full: WhenFull) -> Steps:
+    def create(
+        self,
+        frozen: Sequence[int],
+        session_id: str | None,
+        when_full: WhenFull,
+        tenant: str = "",
+    ) -> Steps:
         """See Engine.create."""
         if when_full not in ("error", "slide"):
             raise InputError(f'when_full: expected "error" or "slide", got "{when_full}"')
         name = session_id if session_id is not None else self._free_name()
         if name in self.sessions:
             raise SessionError(f"session {name} exists already; choose another id or close it")
-        session = Session(session_id=name, owner=next(self._owners), when_full=when_full)
+        session = Session(
+            session_id=name, owner=next(self._owners), when_full=when_full, tenant=tenant
+        )
         if len(frozen):
             ids = checks.token_ids(frozen, self.model, "frozen")
             if len(ids) >= self.config.context_len:
@@ -74,7 +84,7 @@ class Verbs:
                     f"got {len(ids)}; shorten the prefix or raise context_len"
                 )
             session.frozen_len = len(ids)
-            yield from self._extend(session, ids, np.zeros(len(ids), np.int32))
+            yield from self._begin(session, ids)
         self.sessions[name] = session
         return name
 
@@ -105,6 +115,7 @@ class Verbs:
             evicted=parent.evicted,
             stream_floor=parent.stream_floor,
             version=parent.version,
+            tenant=parent.tenant,
         )
         return name
 
@@ -112,6 +123,7 @@ class Verbs:
         """See Engine.close."""
         session = self.session(session_id)
         self._forget_paid(session)
+        self.prefixes.keep_session(session)
         self.pages.drop(session.entries)
         self.pages.disown(session.owner, None)
         del self.sessions[session_id]
@@ -295,13 +307,17 @@ class Verbs:
         )  # fmt: skip
 
     def stream_generate(
-        self, prompt: Sequence[int], *, max_new_tokens: int, **options: Unpack[RequestOptions]
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        tenant: str = "",
+        **options: Unpack[RequestOptions],
     ) -> TokenSteps:
         """See Engine.stream_generate; arguments are checked at once."""
         ids = checks.token_ids(prompt, self.model, "prompt")
         request = self._request(ids, 0, max_new_tokens, **options)
-        nobody = Session(session_id="", owner=next(self._owners), when_full="error")
-        return self._stream(nobody, ids, request, commit=False, keep=False)
+        return self._generate(ids, request, tenant)
 
     def check_entry(self, session_id: str, token_ids: Sequence[int]) -> None:
         """Refuse an entry that `advance` would refuse whatever the session becomes.
@@ -317,6 +333,37 @@ class Verbs:
         return self._tokenizer.decode(token_ids) if self._tokenizer else ""
 
     # Inside
+
+    def _begin(self, session: Session, ids: np.ndarray) -> Steps:
+        """Make `ids` the context of a new session, forwarding what nobody has computed."""
+        count, entries = self.prefixes.match(session.tenant, ids, len(ids))
+        self.pages.hold(entries)
+        session.entries, session.token_ids = entries, ids[:count].tolist()
+        session.cached_tokens = count
+        if count == len(ids):
+            return
+        shifts = np.zeros(len(ids) - count, np.int32)
+        try:
+            yield from self._extend(session, ids[count:], shifts, beginning=ids)
+        except BaseException:
+            self.pages.drop(session.entries)
+            raise
+
+    def _generate(self, ids: np.ndarray, request: Request, tenant: str) -> TokenSteps:
+        """Answer a prompt, whose beginning may be there as if it had been paid for."""
+        nobody = Session(
+            session_id="", owner=next(self._owners), when_full="error", tenant=tenant
+        )
+        count, entries = self.prefixes.match(tenant, ids, len(ids) - 1)
+        if count:
+            nobody.paid.append(
+                PaidTail(token_ids=tuple(ids[:count].tolist()), entries=entries, along=())
+            )
+        self.pages.hold(entries)  # what is kept may be dropped for the tail's own pages
+        try:
+            return (yield from self._stream(nobody, ids, request, commit=False, keep=False))
+        finally:
+            self.pages.drop(entries)
 
     def _free_name(self) -> str:
         return next(name for n in self._names if (name := f"s{n}") not in self.sessions)
@@ -341,8 +388,18 @@ class Verbs:
             self._drop_oldest(session, dropped)
         yield from self._extend(session, ids, shifts)
 
-    def _extend(self, session: Session, ids: np.ndarray, shifts: np.ndarray) -> Steps:
-        """Forward tokens behind the context and make them part of it."""
+    def _extend(
+        self,
+        session: Session,
+        ids: np.ndarray,
+        shifts: np.ndarray,
+        beginning: np.ndarray | None = None,
+    ) -> Steps:
+        """Forward tokens behind the context and make them part of it.
+
+        Args:
+          beginning: the whole context to be, where others may share it meanwhile.
+        """
         tail = Tail(
             self.executor,
             self.pages,
@@ -352,10 +409,14 @@ class Verbs:
             shifts,
             growing=True,
         )
+        if beginning is not None:
+            self.prefixes.begin(tail, session.tenant, beginning)
         try:
             yield from tail.forward(ids, want_last=False)
+            self.prefixes.end(tail, keep=False)  # the session has it
             entries = tail.keep()
         except BaseException:
+            self.prefixes.end(tail)
             tail.close()
             raise
         self.pages.drop(session.entries)
@@ -480,6 +541,9 @@ class Verbs:
         # The last token drawn is forwarded only to be kept.
         count = len(ids) - skip + request.max_new_tokens - len(ahead) - (not commit)
         tail = self._tail(session, owner, paid, skip + len(ahead), count, selects=selects)
+        is_prompt = not session.session_id
+        if is_prompt:
+            self.prefixes.begin(tail, session.tenant, ids)
         try:
             first = yield from self._ask(tail, ids, paid, skip)
             along = [first, *ahead]
@@ -495,16 +559,18 @@ class Verbs:
                     tail.position = context_len + len(ids)
                 self._keep(session, version, tail, [*ids.tolist(), *new[: len(along) - 1]], along)
         finally:
+            self.prefixes.end(tail)
             tail.close()
         return generation.answer_of(
             tokens,
             text,
             reason,
             first,
-            source=Source.RESUMED if skip else Source.COMPUTED,
+            source=Source.RESUMED if skip and not is_prompt else Source.COMPUTED,
             version=version,
             context_len=context_len,
             tokens_forwarded=tail.tokens_forwarded,
+            cached_tokens=skip if is_prompt else 0,
             blocks_kept=self._blocks_kept if selects else None,
         )
 

@@ -23,7 +23,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from jaxstate import drift
 from jaxstate.answer import Answer, Evidence, Token
@@ -39,6 +39,7 @@ from jaxstate.errors import (
 from jaxstate.flash import FlashBoard, FlashQuery, Question
 from jaxstate.gate import Gate, same_answer
 from jaxstate.metrics import Metrics
+from jaxstate.generation import RequestOptions
 from jaxstate.plan import AGE_S, JobClass, Limits
 from jaxstate.prepositioning import Entry, Prepositions
 from jaxstate.scheduler import Scheduler, State, Ticket
@@ -140,8 +141,9 @@ class LocalService:
         self._engine = engine
         self.metrics = Metrics()
         self._scheduler = Scheduler(
-            engine.executor, engine.pages, limits, on_end=self.metrics.note_end
-        )
+            engine.executor, engine.pages, limits, prefixes=engine.verbs.prefixes,
+            on_end=self.metrics.note_end,
+        )  # fmt: skip
         self._preposition = preposition
         self._max_waiting = max_waiting
         self._clock = clock
@@ -169,15 +171,17 @@ class LocalService:
         *,
         session_id: str | None = None,
         when_full: WhenFull = "error",
+        tenant: str = "",
     ) -> str:
         """See Engine.create; returns when the prefix is computed, in steps shared with others."""
 
         def submit(pending: Pending) -> None:
-            pending._ticket = self._scheduler.submit(
-                functools.partial(self._engine.verbs.create, frozen, session_id, when_full),
-                job_class=JobClass.APPEND, session=f"new {next(self._news)}", tokens=len(frozen),
-                cells=len(frozen), now=self._clock(),
-            )  # fmt: skip
+            begin = functools.partial(
+                self._engine.verbs.create, frozen, session_id, when_full, tenant
+            )
+            self._submit_new(
+                pending, begin, frozen, JobClass.APPEND, cells=len(frozen), tenant=tenant
+            )
 
         name = self._pending(submit).result()
         self._call(functools.partial(self._open, name))
@@ -283,6 +287,32 @@ class LocalService:
             if query and risk is not None:
                 gate = functools.partial(_first_token, query, risk)
             self._submit_question(pending, session_id, question, JobClass.QUERY, gate=gate, **how)
+
+        return self._pending(submit)
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        tenant: str = "",
+        deadline_s: float = math.inf,
+        **options: Unpack[RequestOptions],
+    ) -> Pending:
+        """See Engine.generate; its result is the Answer, its tokens come as they are drawn.
+
+        Of prompts with the same beginning that are under way together, one computes it.
+        """
+
+        def submit(pending: Pending) -> None:
+            begin = functools.partial(
+                self._engine.verbs.stream_generate, prompt, max_new_tokens=max_new_tokens,
+                tenant=tenant, **options,
+            )  # fmt: skip
+            self._submit_new(
+                pending, begin, prompt, JobClass.QUERY, cells=len(prompt) + max_new_tokens,
+                tenant=tenant, deadline_s=deadline_s,
+            )  # fmt: skip
 
         return self._pending(submit)
 
@@ -492,6 +522,28 @@ class LocalService:
             session=session_id, tokens=len(token_ids), cells=cells, now=now,
             deadline=now + deadline_s, exclusive=exclusive,
         )  # fmt: skip
+        self._attach(pending, ticket)
+
+    def _submit_new(
+        self,
+        pending: Pending,
+        begin: Callable,
+        token_ids: Sequence[int],
+        job_class: JobClass,
+        *,
+        cells: int,
+        tenant: str,
+        deadline_s: float = math.inf,
+    ) -> None:
+        """Submit a verb that computes a context of its own from its start."""
+        now = self._clock()
+        ticket = self._scheduler.submit(
+            begin, job_class=job_class, session=f"new {next(self._news)}", tokens=len(token_ids),
+            cells=cells, now=now, deadline=now + deadline_s, prefix=token_ids, tenant=tenant,
+        )  # fmt: skip
+        self._attach(pending, ticket)
+
+    def _attach(self, pending: Pending, ticket: Ticket) -> None:
         pending._ticket = ticket
 
         def cancel() -> None:
