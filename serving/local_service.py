@@ -38,8 +38,8 @@ from jaxstate.errors import (
 )
 from jaxstate.flash import FlashBoard, FlashQuery, Question
 from jaxstate.gate import Gate, same_answer
-from jaxstate.metrics import Metrics
 from jaxstate.generation import RequestOptions
+from jaxstate.metrics import Metrics
 from jaxstate.plan import AGE_S, JobClass, Limits
 from jaxstate.prepositioning import Entry, Prepositions
 from jaxstate.scheduler import Scheduler, State, Ticket
