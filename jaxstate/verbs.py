@@ -351,9 +351,7 @@ class Verbs:
 
     def _generate(self, ids: np.ndarray, request: Request, tenant: str) -> TokenSteps:
         """Answer a prompt, whose beginning may be there as if it had been paid for."""
-        nobody = Session(
-            session_id="", owner=next(self._owners), when_full="error", tenant=tenant
-        )
+        nobody = Session(session_id="", owner=next(self._owners), when_full="error", tenant=tenant)
         count, entries = self.prefixes.match(tenant, ids, len(ids) - 1)
         if count:
             nobody.paid.append(
