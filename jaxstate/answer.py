@@ -96,6 +96,7 @@ class Answer:
       choice_logprobs: log-probability of each choice, normalized over the choices; None too where
         the first token alone has decided.
       first_token: see FirstToken; None without choices.
+      rebuilt: the session's cells had been lost, see Session.rebuilt.
       age: versions that the session was ahead when it was given.
       evidence: of a GATED answer.
     """
@@ -114,6 +115,7 @@ class Answer:
     choice: int | None = None
     choice_logprobs: tuple[float, ...] | None = None
     first_token: FirstToken | None = None
+    rebuilt: bool = False
     age: int = 0
     evidence: Evidence | None = None
 

@@ -43,6 +43,8 @@ class EngineConfig:
       prefix_share: share of the pool's pages in which beginnings of contexts are kept that nobody
         uses any more; 0 = new contexts share those of open ones only; None = contexts share nothing
         but what forks do.
+      host_bytes: of sessions' cells that may wait in host memory while nobody asks for them.
+      swap_dir: directory for those that host memory has no room for; None = they stay.
       kernel_cache_dir: where compiled kernels are kept; None = the user's cache folder.
     """
 
@@ -56,6 +58,8 @@ class EngineConfig:
     implementation: Implementation = "auto"
     selector: BlockSelector | None = None
     prefix_share: float | None = None
+    host_bytes: int = 0
+    swap_dir: str | None = None
     kernel_cache_dir: str | None = None
 
     def __post_init__(self):
@@ -63,6 +67,8 @@ class EngineConfig:
         for name in ("num_pages", "page_size", "context_len", "evict_quantum", "table_capacity"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.host_bytes < 0:
+            raise ValueError(f"host_bytes: expected at least 0, got {self.host_bytes}")
         if self.prefix_share is not None and not 0 <= self.prefix_share <= 1:
             raise ValueError(f"prefix_share: expected 0 to 1 or None, got {self.prefix_share}")
         if not self.step_shapes:

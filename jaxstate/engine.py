@@ -7,6 +7,7 @@ from typing import Unpack
 
 from jaxstate.answer import Answer, Token
 from jaxstate.config import EngineConfig
+from jaxstate.errors import SessionError
 from jaxstate.executor import Executor, Progress
 from jaxstate.generation import RequestOptions
 from jaxstate.models.config import ModelConfig
@@ -15,6 +16,7 @@ from jaxstate.models.sharding import Sharding
 from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.needs import Steps, run_alone, stream_alone
 from jaxstate.session import PaidTail, Session, WhenFull
+from jaxstate.tiers import Tier
 from jaxstate.verbs import Verbs
 
 
@@ -95,6 +97,20 @@ class Engine:
           SessionError: unknown session, or the new id is taken.
         """
         return self.verbs.fork(session_id, new_id=new_id)
+
+    def move_out(self, session_id: str, tier: Tier) -> None:
+        """Move an idle session's cells to host memory or disk; the next verb brings them back.
+
+        By itself it happens where pages lack, see EngineConfig.host_bytes and swap_dir.
+
+        Raises:
+          SessionError: unknown session, or a verb runs on it.
+          CapacityError: there is no such tier, or no room in it.
+        """
+        session = self.session(session_id)
+        if session.running:
+            raise SessionError(f"session {session_id}: {session.running} verbs run on it; wait")
+        self.verbs.tiers.move_out(session, tier)
 
     def close(self, session_id: str) -> None:
         """Close a session and free its cells.

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import platformdirs
 
+from jaxstate import page_copy, sampling
 from jaxstate import rows as rows_module
-from jaxstate import sampling
 from jaxstate.config import EngineConfig
 from jaxstate.errors import CapacityError
 from jaxstate.kernels_pallas import dispatch
@@ -136,12 +136,13 @@ class Executor:
         self._no_bias = jnp.zeros(model.vocab_size, jnp.float32, device=everywhere)
         self._steps: dict[StepShape, Any] = {}
         self._calls: dict[tuple, Any] = {}
+        self._copies: dict[str, Any] = {}
         self._compile(progress)
 
     @property
     def num_executables(self) -> int:
         """Compiled programs this executor holds."""
-        return len(self._steps) + len(self._calls)
+        return len(self._steps) + len(self._calls) + len(self._copies)
 
     @property
     def longest_step(self) -> int:
@@ -187,6 +188,22 @@ class Executor:
             for layer in self._pool
         ]
 
+    @property
+    def page_shapes(self) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype of each array that `page_copy.take` gives."""
+        taken = jax.eval_shape(page_copy.take, self._pool, self._copied_pages)
+        return [(array.shape, np.dtype(array.dtype)) for array in taken]
+
+    def read_pages(self, pages: Sequence[int]) -> list[list[np.ndarray]]:
+        """Copy pages to host memory, see page_copy.padded and page_copy.take."""
+        taken = [self._copies["take"](self._pool, part) for part in page_copy.padded(pages)]
+        return [[np.asarray(array) for array in part] for part in taken]
+
+    def write_pages(self, pages: Sequence[int], parts: Sequence[Sequence[np.ndarray]]) -> None:
+        """Write what `read_pages` copied to pages of the pool, maybe others."""
+        for index, part in zip(page_copy.padded(pages), parts, strict=True):
+            self._pool = self._copies["put"](self._pool, index, list(part))
+
     def draw(self, logits: jax.Array, settings: Sampling, token_index: int) -> int:
         """Draw a token from [vocab] logits; see Sampling."""
         bias: Any = self._no_bias
@@ -223,12 +240,16 @@ class Executor:
         """Compile helpers and steps; XLA reports nothing itself, hence the callback."""
         jobs = [(f"step {shape.num_tokens}", shape) for shape in self.config.step_shapes]
         helpers = self._helpers()
-        total = len(jobs) + len(helpers)
+        copies = ["take", "put"] if self.config.host_bytes or self.config.swap_dir else []
+        total = len(jobs) + len(helpers) + len(copies)
         done = 0
-        for name, job in [*helpers.items(), *jobs]:
+        for name, job in [*helpers.items(), *jobs, *((name, None) for name in copies)]:
             began = time.perf_counter()
             if isinstance(job, StepShape):
                 self._steps[job] = self._compile_step(job)
+            elif job is None:
+                self._copies[str(name)] = self._compile_copy(str(name))
+                name = f"{name} pages"
             else:
                 function, args = job
                 lowered = jax.jit(function).lower(*args)
@@ -257,6 +278,19 @@ class Executor:
             placed = (jax.tree.map(lambda x: x.sharding, self._pool), self._everywhere)
         jitted = jax.jit(function, donate_argnums=(1,), out_shardings=placed)
         return jitted.lower(*args).compile()
+
+    @property
+    def _copied_pages(self) -> jax.ShapeDtypeStruct:
+        return self._abstract((page_copy.PAGES_AT_ONCE,), jnp.int32)
+
+    def _compile_copy(self, name: str):
+        placed = jax.tree.map(lambda x: x.sharding, self._pool) if self._sharding else None
+        if name == "take":
+            return jax.jit(page_copy.take).lower(self._pool, self._copied_pages).compile()
+        # What comes in is on the host.
+        parts = [jax.ShapeDtypeStruct(*one) for one in self.page_shapes]
+        jitted = jax.jit(page_copy.put, donate_argnums=(0,), out_shardings=placed)
+        return jitted.lower(self._pool, self._copied_pages, parts).compile()
 
     def _abstract(self, shape: tuple[int, ...], dtype, placed=None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=placed or self._everywhere)

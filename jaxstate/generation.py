@@ -195,6 +195,7 @@ def answer_of(
     context_len: int,
     tokens_forwarded: int,
     cached_tokens: int,
+    rebuilt: bool,
     blocks_kept: float | None,
 ) -> Answer:
     """Assemble the answer of a finished stream."""
@@ -208,6 +209,7 @@ def answer_of(
         tokens_forwarded=tokens_forwarded,
         gap=first.gap,
         cached_tokens=cached_tokens,
+        rebuilt=rebuilt,
         blocks_kept=blocks_kept,
         tokens=tuple(tokens),
     )

@@ -52,7 +52,7 @@ class Prefixes:
 
     def keep_session(self, session: Session) -> None:
         """Keep the context of a session that is about to be closed."""
-        if self.is_on:
+        if self.is_on and session.stored is None:
             tokens = np.asarray(session.token_ids[: _unslid_len(session)], np.int32)
             self._keep(session.tenant, tokens, session.entries)
 
@@ -62,7 +62,7 @@ class Prefixes:
 
     def _live(self, tenant: str) -> Iterator[tuple[Sequence[int] | np.ndarray, Table]]:
         for session in self._sessions.values():
-            if session.tenant == tenant:
+            if session.tenant == tenant and session.stored is None:
                 yield session.token_ids[: _unslid_len(session)], session.entries
         for tail, (owner, token_ids) in self._running.items():
             if owner == tenant:

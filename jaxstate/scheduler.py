@@ -205,7 +205,11 @@ class Scheduler:
         Args:
           clock: tells when the step has ended; None = at once.
         """
-        step = plan(self._jobs(), self.limits, self._pages.num_available, now)
+        jobs = self._jobs()
+        free = self._pages.num_free
+        if sum(job.pages for job in jobs) > free:
+            free = self._pages.num_available  # which takes a while to count
+        step = plan(jobs, self.limits, free, now)
         for job_id in step.expired:
             self._end(self._running[job_id], State.EXPIRED, now)
         chosen: list[tuple[_Running, Need, int]] = []

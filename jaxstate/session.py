@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -64,6 +64,11 @@ class Session:
       tenant: with whom its beginning may be shared.
       cached_tokens: at its start, that others had computed when it was created.
       paid: tails forwarded ahead; gone with the next durable operation.
+      running: verbs that are under way on it.
+      used: when it was last of use; larger is later.
+      stored: its cells outside of the pool, a tiers.Stored; None = all are in it, see `entries`.
+      rebuilt: its cells were lost after an eviction and computed anew from the kept tokens, which
+        is not the same.
     """
 
     session_id: str
@@ -78,6 +83,10 @@ class Session:
     tenant: str = ""
     cached_tokens: int = 0
     paid: list[PaidTail] = dataclasses.field(default_factory=list)
+    running: int = 0
+    used: int = 0
+    stored: Any = None
+    rebuilt: bool = False
 
     @property
     def context_len(self) -> int:

@@ -9,8 +9,10 @@ back: that frees cells when it begins.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Generator, Sequence
+import logging
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Unpack
 
 import numpy as np
@@ -22,7 +24,7 @@ from jaxstate import session as session_module
 from jaxstate.answer import Answer, Evidence, FinishReason, Source
 from jaxstate.choices import ChoiceTree
 from jaxstate.config import EngineConfig
-from jaxstate.errors import CapacityError, InputError, SessionError
+from jaxstate.errors import CapacityError, InputError, SessionError, SnapshotError
 from jaxstate.executor import Executor
 from jaxstate.generation import Request, RequestOptions
 from jaxstate.models.config import ModelConfig
@@ -32,6 +34,9 @@ from jaxstate.pages import Pages
 from jaxstate.prefixes import Prefixes
 from jaxstate.session import PaidTail, Session, WhenFull
 from jaxstate.tail import NextToken, Tail
+from jaxstate.tiers import Tiers
+
+logger = logging.getLogger(__name__)
 
 _TEXT_CONTEXT = 8  # ids before an answer that can hold the beginning of its first character
 
@@ -53,6 +58,7 @@ class Verbs:
         self.pages = Pages(config.num_pages, config.page_size)
         self.sessions: dict[str, Session] = {}
         self.prefixes = Prefixes(self.pages, self.sessions, config.prefix_share)
+        self.tiers = Tiers(executor, self.pages, self.sessions, kept=self.prefixes.tree)
         self._blocks_kept = config.selector.kept if config.selector else None
         self._tokenizer = tokenizer
         self._owners = itertools.count()
@@ -85,6 +91,7 @@ class Verbs:
                 )
             session.frozen_len = len(ids)
             yield from self._begin(session, ids)
+        self.tiers.touch(session)
         self.sessions[name] = session
         return name
 
@@ -104,6 +111,7 @@ class Verbs:
         name = new_id if new_id is not None else self._free_name()
         if name in self.sessions:
             raise SessionError(f"session {name} exists already; choose another id or close it")
+        self._bring_back(parent)
         self.pages.hold(parent.entries)
         self.sessions[name] = Session(
             session_id=name,
@@ -116,14 +124,17 @@ class Verbs:
             stream_floor=parent.stream_floor,
             version=parent.version,
             tenant=parent.tenant,
+            rebuilt=parent.rebuilt,
         )
+        self.tiers.touch(self.sessions[name])
         return name
 
     def close(self, session_id: str) -> None:
         """See Engine.close."""
         session = self.session(session_id)
-        self._forget_paid(session)
+        self.tiers.forget_paid(session)
         self.prefixes.keep_session(session)
+        self.tiers.discard(session)
         self.pages.drop(session.entries)
         self.pages.disown(session.owner, None)
         del self.sessions[session_id]
@@ -134,14 +145,23 @@ class Verbs:
         """See Engine.append."""
         session = self.session(session_id)
         ids = checks.token_ids(token_ids, self.model, "append")
-        yield from self._append(session, ids)
-        session.version += 1
+        with self._using(session):
+            yield from self._resident(session)
+            yield from self._append(session, ids)
+            session.version += 1
         return session.version
 
     def update(self, session_id: str, token_ids: Sequence[int]) -> Steps:
         """See Engine.update."""
         session = self.session(session_id)
         ids = checks.token_ids(token_ids, self.model, "update")
+        with self._using(session):
+            yield from self._resident(session)
+            yield from self._update(session, ids)
+            session.version += 1
+        return session.version
+
+    def _update(self, session: Session, ids: np.ndarray) -> Steps:
         stream = np.asarray(session.token_ids[session.frozen_len :], np.int32)
         common = session_module.common_len(stream, ids)
         if common < len(stream):
@@ -162,13 +182,12 @@ class Verbs:
             self._roll_back(session, len(stream) - common)
         if common < len(ids):
             yield from self._append(session, ids[common:])
-        session.version += 1
-        return session.version
 
     def rollback(self, session_id: str, count: int) -> int:
         """See Engine.rollback."""
         session = self.session(session_id)
         checks.count(count, "rollback", least=1)
+        self._bring_back(session)
         self._roll_back(session, count)
         session.version += 1
         return session.version
@@ -192,6 +211,21 @@ class Verbs:
         checks.vocabulary(self.model, eos_ids, "eos_ids")
         checks.vocabulary(self.model, slot_ids, "slot_ids")
         checks.positions(self.model, session.context_len, len(ids), max_new_tokens)
+        with self._using(session):
+            yield from self._resident(session)
+            return (
+                yield from self._advance(session, ids, max_new_tokens, min_gap, eos_ids, slot_ids)
+            )
+
+    def _advance(
+        self,
+        session: Session,
+        ids: np.ndarray,
+        max_new_tokens: int,
+        min_gap: float,
+        eos_ids: Sequence[int],
+        slot_ids: Sequence[int],
+    ) -> Steps:
         version = session.version
         paid, skip = session_module.longest_paid(session, ids)
         tail = self._tail(session, next(self._owners), paid, skip, len(ids) + max_new_tokens - skip)
@@ -264,6 +298,20 @@ class Verbs:
         tree = ChoiceTree(checked)
         longest = max(len(choice) for choice in checked)
         checks.positions(self.model, session.context_len, len(ids), longest)
+        with self._using(session):
+            yield from self._resident(session)
+            return (yield from self._choose(session, ids, checked, tree, gate, keep))
+
+    def _choose(
+        self,
+        session: Session,
+        ids: np.ndarray,
+        checked: Sequence[tuple[int, ...]],
+        tree: ChoiceTree,
+        gate: Callable[[float], Evidence | None] | None,
+        keep: bool,
+    ) -> Steps:
+        longest = max(len(choice) for choice in checked)
         version, context_len = session.version, session.context_len
         paid, skip = session_module.longest_paid(session, ids)
         ready = paid.behind(skip)[0] if paid and skip == len(ids) else None
@@ -277,6 +325,7 @@ class Verbs:
                 context_len=context_len,
                 gap=root.gap,
                 blocks_kept=self._blocks_kept,
+                rebuilt=session.rebuilt,
                 choice=best,
                 **more,
             )
@@ -334,6 +383,58 @@ class Verbs:
 
     # Inside
 
+    @contextlib.contextmanager
+    def _using(self, session: Session) -> Iterator[None]:
+        """Keep a session where it is while a verb runs on it."""
+        session.running += 1
+        try:
+            yield
+        finally:
+            session.running -= 1
+
+    def _resident(self, session: Session) -> Steps:
+        """Bring a session's cells into the pool; those that are lost are computed anew."""
+        self.tiers.touch(session)
+        try:
+            self.tiers.bring_back(session)
+        except SnapshotError as error:
+            logger.warning("%s", error)
+            yield from self._rebuild(session)
+
+    def _bring_back(self, session: Session) -> None:
+        """Bring a session's cells into the pool at once.
+
+        Raises:
+          SnapshotError: they are lost; a question rebuilds them.
+        """
+        self.tiers.touch(session)
+        with self._using(session):
+            self.tiers.bring_back(session)
+
+    def _rebuild(self, session: Session) -> Steps:
+        """Compute a session's cells anew from its tokens.
+
+        Where nothing was evicted they are what they were. Else the kept tokens never saw what was
+        evicted: its version advances, and its answers say `rebuilt`.
+        """
+        self.tiers.lose(session)
+        ids = np.asarray(session.token_ids, np.int32)
+        kept = session.context_len - session.frozen_len
+        shifts = np.concatenate(
+            [np.zeros(session.frozen_len, np.int32), self._shifts(session, session.evicted, kept)]
+        )
+        tail = Tail(self.executor, self.pages, session.owner, (), 0, shifts, growing=True)
+        try:
+            yield from tail.forward(ids, want_last=False)
+            if session.stored is None:
+                return  # another verb has done it meanwhile
+            session.entries, session.stored = tail.keep(), None
+        finally:
+            tail.close()
+        if session.evicted:
+            session.version += 1
+            session.rebuilt = True
+
     def _begin(self, session: Session, ids: np.ndarray) -> Steps:
         """Make `ids` the context of a new session, forwarding what nobody has computed."""
         count, entries = self.prefixes.match(session.tenant, ids, len(ids))
@@ -381,7 +482,7 @@ class Verbs:
         entries = session_module.evict(session, dropped) if dropped else session.entries
         position = session.context_len - dropped
         self._check_room(session, entries, position, shifts)
-        self._forget_paid(session)
+        self.tiers.forget_paid(session)
         if dropped:
             self._drop_oldest(session, dropped)
         yield from self._extend(session, ids, shifts)
@@ -431,7 +532,7 @@ class Verbs:
 
     def _roll_back(self, session: Session, count: int) -> None:
         entries = session_module.rolled_back(session, count)
-        self._forget_paid(session)
+        self.tiers.forget_paid(session)
         self.pages.replace(session.entries, entries)
         session.entries = entries
         del session.token_ids[session.context_len - count :]
@@ -450,11 +551,6 @@ class Verbs:
             pages_module.stretches(entries, self.config.page_size), 0 if one_step else needed,
             self.executor.config.step_shapes[-1], self.executor.config,
         )  # fmt: skip
-
-    def _forget_paid(self, session: Session) -> None:
-        for paid in session.paid:
-            self.pages.drop(paid.entries)
-        session.paid.clear()
 
     def _tail(
         self,
@@ -524,6 +620,13 @@ class Verbs:
         checks.positions(
             self.model, session.context_len, len(ids), request.max_new_tokens
         )  # again: the session may have grown since it was asked
+        with self._using(session):
+            yield from self._resident(session)
+            return (yield from self._answer(session, ids, request, commit, keep))
+
+    def _answer(
+        self, session: Session, ids: np.ndarray, request: Request, commit: bool, keep: bool
+    ) -> TokenSteps:
         # Nothing approximate becomes durable, and a session-less prompt is no question.
         selects = self._blocks_kept is not None and not commit and bool(session.session_id)
         paid, skip = session_module.longest_paid(session, ids)
@@ -569,6 +672,7 @@ class Verbs:
             context_len=context_len,
             tokens_forwarded=tail.tokens_forwarded,
             cached_tokens=skip if is_prompt else 0,
+            rebuilt=session.rebuilt,
             blocks_kept=self._blocks_kept if selects else None,
         )
 
@@ -586,7 +690,7 @@ class Verbs:
         yield from tail.forward(answer[-1:], want_last=False)
         entries = tail.entries()
         self.pages.hold(entries)
-        self._forget_paid(session)
+        self.tiers.forget_paid(session)
         self.pages.drop(session.entries)
         session.entries = entries
         session.token_ids.extend([*ids.tolist(), *answer])

@@ -594,6 +594,9 @@ class LocalService:
                 # From here on no answer of the version before is served as current.
                 self._versions[ticket.session] = ticket.result
                 self._boards[ticket.session].forget_errors()
+        for session in self._engine.verbs.sessions.values():
+            if session.rebuilt and session.session_id in self._versions:
+                self._versions[session.session_id] = session.version
         for ticket in [ticket for ticket in self._evaluating if ticket.is_over]:
             board, query = self._evaluating.pop(ticket)
             if ticket.state is State.DONE:

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
+import dataclasses
+import shutil
+import tempfile
 
 import pytest
 from oracle import tiny
 from oracle.equality import Rule
 from oracle.many import Many
 
-SETUPS = [tiny.GROUPED, tiny.native(tiny.WINDOWED), tiny.ROTATING]
-EVENTS = ("slid", "older version", "QUERY cancelled", "EXPIRED", "append refused", "DONE")
+SWAP_DIR = tempfile.mkdtemp()
+atexit.register(shutil.rmtree, SWAP_DIR, ignore_errors=True)
+
+
+def _tiered(setup: tiny.Setup) -> tiny.Setup:
+    sizes = dataclasses.replace(setup.sizes, host_bytes=1 << 16, swap_dir=SWAP_DIR)
+    return dataclasses.replace(setup, sizes=sizes)
+
+
+SETUPS = [
+    _tiered(setup) for setup in (tiny.GROUPED, tiny.native(tiny.WINDOWED), tiny.ROTATING)
+]
+EVENTS = (
+    "slid", "older version", "QUERY cancelled", "EXPIRED", "append refused", "DONE",
+    "moved to host", "moved to disk", "brought back", "lost",
+)  # fmt: skip
 
 
 def _play(setup: tiny.Setup, seed: int, operations: int) -> collections.Counter:

@@ -292,7 +292,7 @@ ON_HOST = [
     on_host(
         "a query writes the session's own pages",
         verbs,
-        "Verbs._stream",
+        "Verbs._answer",
         "session.owner if commit else next(self._owners)",
         "session.owner",
     ),
@@ -307,7 +307,7 @@ ON_HOST = [
         "an append keeps outdated paid tails",
         verbs,
         "Verbs._append",
-        "self._forget_paid(session)",
+        "self.tiers.forget_paid(session)",
         "pass",
     ),
     on_host(

@@ -48,12 +48,15 @@ class Many:
 
     def play(self, operations: int) -> None:
         """Do random things, then let everything end, then close all sessions."""
-        verbs = [self._create, self._append, self._query, self._choose, self._cancel, self._close]
+        verbs = [
+            self._create, self._append, self._query, self._choose, self._cancel, self._close,
+            self._move_out,
+        ]  # fmt: skip
         for _ in range(operations):
             if self._rng.random() < 0.4:
                 self._step()
             else:
-                verbs[self._rng.choice(len(verbs), p=[0.12, 0.28, 0.32, 0.1, 0.12, 0.06])]()
+                verbs[self._rng.choice(len(verbs), p=[0.12, 0.26, 0.28, 0.1, 0.1, 0.06, 0.08])]()
         for _ in range(10_000):
             if not self._under_way:
                 break
@@ -172,6 +175,20 @@ class Many:
         self.engine.close(session)
         del self._mirrors[session], self._versions[session]
 
+    def _move_out(self) -> None:
+        """Move a session out of the pool, maybe for good: then it is computed anew."""
+        session = self._some_session()
+        if session is None or self.engine.session(session).running:
+            return
+        tiers = self.engine.verbs.tiers
+        tier = "disk" if self._rng.random() < 0.4 else "host"
+        self.engine.move_out(session, tier)
+        self.events[f"moved to {tier}"] += 1
+        mirror = self._mirrors[session]
+        if self._rng.random() < 0.3 and not mirror.evicted:
+            tiers.lose(self.engine.session(session))
+            self.events["lost"] += 1
+
     # Inside
 
     def _step(self) -> None:
@@ -179,6 +196,7 @@ class Many:
         before = self.engine.executor.steps
         plan = self._scheduler.step(self._now)
         self.events["steps"] += self.engine.executor.steps - before
+        self.events["brought back"] = self.engine.verbs.tiers.brought_back
         self.events["rows"] += len(plan.decodes) + len(plan.pieces)
         self._note_ends()
 

@@ -1,0 +1,281 @@
+"""Where sessions wait that nobody asks: host memory, then disk.
+
+A session's pages that nobody else sees leave the pool and come back on fresh ones, bit by bit the
+same: its entries keep everything but their page numbers. Pages that others see stay. It happens by
+itself where pages lack, to the session that was not of use for longest, and never to one that a
+verb is running on.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import zlib
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+
+from jaxstate.errors import CapacityError, SnapshotError
+from jaxstate.executor import Executor
+from jaxstate.page_copy import PAGES_AT_ONCE
+from jaxstate.pages import Entry, Pages, Spare
+from jaxstate.session import Session
+
+Tier = Literal["host", "disk"]
+Parts = list[list[np.ndarray]]
+"""For every PAGES_AT_ONCE pages, a copy of each array of the pool; see page_copy.take."""
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Stored:
+    """Cells of a session that are not in the pool; without parts and path they are lost.
+
+    Attributes:
+      entries: the whole table as it was.
+      pages: those of its pages that are stored, in order.
+      parts: their content in host memory.
+      path: the file that holds it.
+      num_bytes: of the content.
+    """
+
+    entries: tuple[Entry, ...]
+    pages: tuple[int, ...]
+    parts: Parts | None
+    path: pathlib.Path | None = None
+    num_bytes: int
+
+
+class Tiers:
+    """Moves sessions out of the pool and back; `Pages.spare` of an engine."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        pages: Pages,
+        sessions: Mapping[str, Session],
+        kept: Spare,
+    ):
+        """Start with everything in the pool.
+
+        Args:
+          kept: what is given back before any session moves.
+        """
+        config = executor.config
+        self.host_limit = config.host_bytes
+        self.swap_dir = pathlib.Path(config.swap_dir) if config.swap_dir else None
+        self.moved_out = 0
+        self.brought_back = 0
+        self._executor = executor
+        self._pages = pages
+        self._sessions = sessions
+        self._kept = kept
+        self._clock = itertools.count(1)
+        self._names = itertools.count(1)
+        if self.swap_dir:
+            self.swap_dir.mkdir(parents=True, exist_ok=True)
+        pages.spare = self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anywhere to go."""
+        return self.host_limit > 0 or self.swap_dir is not None
+
+    def touch(self, session: Session) -> None:
+        """Note that a session is of use."""
+        session.used = next(self._clock)
+
+    def bytes_held(self, tier: Tier) -> int:
+        """Bytes of sessions' cells in a tier."""
+        return sum(
+            stored.num_bytes
+            for session in self._sessions.values()
+            if (stored := session.stored) and (stored.path is None) == (tier == "host")
+        )
+
+    # As a spare of Pages
+
+    @property
+    def num_reclaimable(self) -> int:
+        """Pages that can be had by moving sessions out, and what else is kept."""
+        count = self._kept.num_reclaimable
+        left = None if self.swap_dir else self.host_limit - self.bytes_held("host")
+        for session in self._idle():
+            pages = self._own_pages(session)
+            size = len(pages) * self._page_bytes
+            if left is not None and size > left:
+                held = set(entry.page for entry in session.entries)
+                count += sum(page not in held for page in pages)  # of paid tails
+                continue
+            left = None if left is None else left - size
+            count += len(pages)
+        return count
+
+    def reclaim(self, count: int) -> None:
+        """Give pages back until `count` are free: what is kept, paid tails, then sessions."""
+        self._kept.reclaim(count)
+        for session in self._idle():
+            if self._pages.num_free < count:
+                self.forget_paid(session)
+        for session in self._idle():
+            if self._pages.num_free >= count:
+                return
+            size = len(self._own_pages(session)) * self._page_bytes
+            if size and (self.swap_dir or self._has_room(size)):
+                self.move_out(session, "host" if self._has_room(size) else "disk")
+
+    def forget_paid(self, session: Session) -> None:
+        """Give back what was forwarded ahead of questions."""
+        for paid in session.paid:
+            self._pages.drop(paid.entries)
+        session.paid.clear()
+
+    # Out and back
+
+    def move_out(self, session: Session, tier: Tier) -> None:
+        """Move a session that nothing runs on out of the pool, or from host memory to disk.
+
+        Raises:
+          CapacityError: there is no such tier, or host memory's limit is reached.
+        """
+        if tier == "disk" and self.swap_dir is None:
+            raise CapacityError("tier: expected host, got disk; start with a swap_dir")
+        stored = session.stored
+        if stored is None:
+            self.forget_paid(session)
+            pages = sorted(self._own_pages(session))
+            size = len(pages) * self._page_bytes
+            if tier == "host" and not self._has_room(size):
+                raise CapacityError(
+                    f"host_bytes: {size} more are needed, {self.bytes_held('host')} of "
+                    f"{self.host_limit} are in use; start with more, or with a swap_dir"
+                )
+            stored = Stored(
+                entries=session.entries, pages=tuple(pages), num_bytes=size,
+                parts=self._executor.read_pages(pages),
+            )  # fmt: skip
+            leaving = set(pages)
+            self._pages.drop(entry for entry in session.entries if entry.page in leaving)
+            session.entries = tuple(entry for entry in session.entries if entry.page not in leaving)
+            session.stored = stored
+            self.moved_out += 1
+        if tier == "disk" and stored.parts is not None:
+            self._write(stored, session)
+
+    def bring_back(self, session: Session) -> None:
+        """Bring a session's cells back into the pool, if they are not there.
+
+        Raises:
+          PoolFullError: there is no room; nothing has changed.
+          SnapshotError: its file is missing or damaged; the cells are lost.
+        """
+        stored = session.stored
+        if stored is None:
+            return
+        parts = stored.parts if stored.parts is not None else self._read(stored, session)
+        new = self._pages.allocate(session.owner, len(stored.pages), after=None, growing=True)
+        self._executor.write_pages(new, parts)
+        moved = dict(zip(stored.pages, new, strict=True))
+        table = [entry._replace(page=moved.get(entry.page, entry.page)) for entry in stored.entries]
+        came = set(new)
+        self._pages.hold(entry for entry in table if entry.page in came)
+        session.entries = tuple(table)
+        self.discard(session)
+        self.brought_back += 1
+
+    def discard(self, session: Session) -> None:
+        """Forget what is stored of a session."""
+        if session.stored and session.stored.path:
+            session.stored.path.unlink(missing_ok=True)
+        session.stored = None
+
+    def lose(self, session: Session) -> None:
+        """Note that what is stored of a session is worth nothing."""
+        self.discard(session)
+        self._pages.drop(session.entries)
+        session.entries = ()
+        session.stored = Stored(entries=(), pages=(), parts=None, num_bytes=0)
+
+    # Inside
+
+    @property
+    def _page_bytes(self) -> int:
+        return self._pages.page_size * self._executor.model.bytes_per_cell
+
+    def _has_room(self, size: int) -> bool:
+        """Make room in host memory, as far as there is a disk: whether `size` bytes fit."""
+        if size > self.host_limit:
+            return False
+        in_host = [
+            one for one in self._sessions.values() if one.stored and one.stored.parts is not None
+        ]
+        for session in sorted(in_host, key=lambda one: one.used):
+            if self.swap_dir is None or self.bytes_held("host") + size <= self.host_limit:
+                break
+            assert session.stored is not None
+            self._write(session.stored, session)
+        return self.bytes_held("host") + size <= self.host_limit
+
+    def _idle(self) -> list[Session]:
+        """Sessions that may move, longest unused first."""
+        found = [
+            session
+            for session in self._sessions.values()
+            if not session.running and session.stored is None and session.entries
+        ]
+        return sorted(found, key=lambda session: session.used) if self.is_on else []
+
+    def _own_pages(self, session: Session) -> list[int]:
+        """Pages that nobody else sees, those of its paid tails included."""
+        tables = (session.entries, *(paid.entries for paid in session.paid))
+        seen = collections.Counter(entry.page for table in tables for entry in table)
+        return [p for p, times in seen.items() if self._pages.header(p).references == times]
+
+    def _write(self, stored: Stored, session: Session) -> None:
+        """Write a session's cells to a file of its own: aside, then renamed."""
+        assert self.swap_dir is not None and stored.parts is not None
+        path = self.swap_dir / f"{os.getpid()}-{next(self._names)}.kv"
+        aside = path.with_suffix(".part")
+        checksum = 0
+        with aside.open("wb") as file:
+            file.write(bytes(64))
+            for part in stored.parts:
+                for array in part:
+                    data = np.ascontiguousarray(array).view(np.uint8).reshape(-1).data
+                    checksum = zlib.crc32(data, checksum)
+                    file.write(data)
+            file.seek(0)
+            header = {"bytes": file.seek(0, os.SEEK_END) - 64, "crc32": checksum}
+            file.seek(0)
+            file.write(json.dumps(header).encode().ljust(64))
+        os.replace(aside, path)
+        stored.path, stored.parts = path, None
+
+    def _read(self, stored: Stored, session: Session) -> Parts:
+        """Read a session's cells; SnapshotError if that cannot be what was written."""
+        name = f"session {session.session_id}"
+        if stored.path is None:
+            raise SnapshotError(f"{name}: its cells are lost; they are rebuilt when it is asked")
+        shapes = self._executor.page_shapes
+        try:
+            whole = np.fromfile(stored.path, np.uint8)
+            header = json.loads(whole[:64].tobytes())
+            checksum = zlib.crc32(whole[64:].data)
+        except (OSError, ValueError) as error:
+            raise SnapshotError(f"{name}: {stored.path} cannot be read: {error}") from error
+        if header != {"bytes": len(whole) - 64, "crc32": checksum}:
+            raise SnapshotError(f"{name}: {stored.path} is damaged; its cells are to be rebuilt")
+        parts: Parts = []
+        at = 64
+        for _ in range(-(-len(stored.pages) // PAGES_AT_ONCE)):
+            part = []
+            for shape, dtype in shapes:
+                size = int(np.prod(shape)) * dtype.itemsize
+                part.append(whole[at : at + size].view(dtype).reshape(shape))
+                at += size
+            parts.append(part)
+        return parts

@@ -1,0 +1,168 @@
+"""Sessions that wait outside of the pool come back bit by bit, or are computed anew and say so."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny_engine
+
+from jaxstate.answer import Source
+from jaxstate.errors import CapacityError, PoolFullError, SnapshotError
+from jaxstate.flash import Question
+from jaxstate.serving.local_service import LocalService
+
+PAGE = 8
+PAGE_BYTES = PAGE * tiny_engine.MODEL.bytes_per_cell
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    swap_dir = tmp_path_factory.mktemp("swap")
+    return tiny_engine.build(num_pages=24, host_bytes=16 * PAGE_BYTES, swap_dir=str(swap_dir))
+
+
+@pytest.fixture
+def engine(compiled):
+    yield compiled
+    for session in compiled.session_ids:
+        compiled.close(session)
+    assert compiled.cells_held == 0
+    tiers = compiled.verbs.tiers
+    assert (tiers.bytes_held("host"), tiers.bytes_held("disk")) == (0, 0)
+    assert list(tiers.swap_dir.iterdir()) == []
+
+
+def _ids(seed, count):
+    return tiny_engine.random_ids(seed, count)
+
+
+def _bits(engine, session):
+    """The bits of all cells that a session sees, in order of position."""
+    entries = engine.session(session).entries
+    cells = [e.page * PAGE + cell for e in entries for cell in range(e.first, e.fill)]
+    arrays = engine.executor.read_cells(np.asarray(cells, np.int64))
+    return [part.tobytes() for layer in arrays for part in layer]
+
+
+def _places(engine, session):
+    return [entry[1:] for entry in engine.session(session).entries]
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_cells_come_back_as_they_were(engine, tier):
+    session = engine.create(_ids(1, 5), when_full="slide")
+    for seed in range(6):
+        engine.append(session, _ids(seed, 19))  # slides
+    assert engine.session(session).evicted
+    before, places = _bits(engine, session), _places(engine, session)
+    engine.move_out(session, tier)
+    assert engine.cells_held == 0
+    assert engine.verbs.tiers.bytes_held(tier) >= engine.session(session).context_len
+    engine.append(engine.create(), _ids(30, 40))  # others write where it was
+    answer = engine.query(session, _ids(7, 3), max_new_tokens=2)
+    assert (_bits(engine, session), _places(engine, session)) == (before, places)
+    assert (answer.source, answer.rebuilt) == (Source.COMPUTED, False)
+    assert engine.verbs.tiers.bytes_held(tier) == 0
+
+
+def test_pages_that_others_see_stay(engine):
+    parent = engine.create(_ids(1, 20))
+    child = engine.fork(parent)
+    engine.append(child, _ids(2, 20))
+    held = engine.cells_held
+    before = _bits(engine, child)
+    engine.move_out(child, "host")
+    assert held - engine.cells_held == 3 * PAGE
+    engine.close(parent)
+    assert engine.cells_held == 3 * PAGE  # what the child shared with it
+    engine.advance(child, _ids(3, 2))
+    assert _bits(engine, child) == before
+    want = tiny_engine.greedy([*_ids(1, 20), *_ids(2, 20), *_ids(4, 3)], 2)
+    assert engine.query(child, _ids(4, 3), max_new_tokens=2).token_ids == tuple(want)
+
+
+def test_where_pages_lack_the_longest_unused_moves_out_by_itself(engine):
+    names = [engine.create(_ids(seed, 30)) for seed in range(5)]  # four pages each
+    engine.query(names[0], _ids(9, 2), max_new_tokens=1)  # of use again
+    last = engine.create(_ids(8, 60))
+    stored = [engine.session(name).stored is not None for name in names]
+    assert stored == [False, True, False, False, False]
+    for seed, name in enumerate(names):
+        answer = engine.query(name, _ids(20, 3), max_new_tokens=2)
+        assert answer.token_ids == tuple(tiny_engine.greedy([*_ids(seed, 30), *_ids(20, 3)], 2))
+    assert engine.session(last).context_len == 60
+
+
+def test_host_memory_keeps_its_limit_and_the_rest_goes_to_disk(engine):
+    for seed in range(8):
+        engine.create(_ids(seed, 60))  # eight pages each
+    tiers = engine.verbs.tiers
+    assert 0 < tiers.bytes_held("host") <= 16 * PAGE_BYTES
+    assert tiers.bytes_held("disk") >= 3 * 8 * PAGE_BYTES
+
+
+def test_without_a_tier_or_room_in_it_a_move_is_refused():
+    engine = tiny_engine.build(num_pages=12, host_bytes=2 * PAGE_BYTES)
+    session = engine.create(_ids(1, 30))
+    with pytest.raises(CapacityError, match="host_bytes: .* more are needed"):
+        engine.move_out(session, "host")
+    with pytest.raises(CapacityError, match="start with a swap_dir"):
+        engine.move_out(session, "disk")
+    with pytest.raises(PoolFullError):
+        engine.create(_ids(2, 80))
+    assert engine.query(session, _ids(3, 2), max_new_tokens=1).token_ids
+
+
+def _damage(engine, session):
+    path = engine.session(session).stored.path
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", ["damaged", "missing"])
+def test_lost_cells_of_a_session_that_never_slid_are_computed_anew(engine, harm):
+    session = engine.create(_ids(1, 5))
+    engine.append(session, _ids(2, 40))
+    engine.move_out(session, "disk")
+    if harm == "damaged":
+        _damage(engine, session)
+    else:
+        engine.session(session).stored.path.unlink()
+    with pytest.raises(SnapshotError, match="damaged|cannot be read"):
+        engine.fork(session)
+    answer = engine.query(session, _ids(3, 3), max_new_tokens=2)
+    want = tiny_engine.greedy([*_ids(1, 5), *_ids(2, 40), *_ids(3, 3)], 2)
+    assert (answer.token_ids, answer.rebuilt, answer.version) == (tuple(want), False, 1)
+
+
+def test_lost_cells_of_a_slid_session_are_rebuilt_and_its_answers_say_so(engine):
+    session = engine.create(_ids(1, 5), when_full="slide")
+    for seed in range(8):
+        engine.append(session, _ids(seed, 19))
+    kept = list(engine.session(session).token_ids)
+    engine.move_out(session, "disk")
+    _damage(engine, session)
+    answer = engine.query(session, _ids(3, 3), max_new_tokens=2)
+    want = tiny_engine.greedy([*kept, *_ids(3, 3)], 2)
+    assert (answer.token_ids, answer.rebuilt, answer.version) == (tuple(want), True, 9)
+    engine.append(session, _ids(9, 19))  # goes on sliding
+    assert engine.query(session, _ids(3, 3), max_new_tokens=1).rebuilt
+
+
+def test_a_service_with_more_sessions_than_pages_answers_all_of_them(compiled):
+    service = LocalService(compiled)
+    names = [service.create(_ids(seed, 30)) for seed in range(12)]
+    questions = [
+        service.query(name, Question(token_ids=tuple(_ids(50, 3)), max_new_tokens=3))
+        for _ in range(3)
+        for name in names
+    ]
+    for index, pending in enumerate(questions):
+        want = tiny_engine.greedy([*_ids(index % 12, 30), *_ids(50, 3)], 3)
+        assert pending.result(60).token_ids == tuple(want)
+    assert compiled.verbs.tiers.brought_back >= 12
+    service.close()
+    for name in names:
+        compiled.close(name)
+    assert compiled.cells_held == 0
