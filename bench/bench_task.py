@@ -19,10 +19,10 @@ from task.evaluate import Source, Tally
 from jaxstate.models import loading
 from jaxstate.models.params import num_params
 
-MODEL = common.ROOT / "bench" / "task" / "candles-640k"
+MODEL = common.ROOT / "bench" / "task" / "candles-1m"
 UNIT = "balanced accuracy"
-SHORT = (19, 36)  # rows: 267 to 505 tokens
-LONGER = {"1k": 73, "2k": 146, "4k": 292}  # rows: 1,023, 2,045 and 4,089 tokens
+SHORT = (29, 56)  # rows: 262 to 505 tokens
+LONGER = {"1k": 113, "2k": 227, "4k": 454}  # rows: 1,018, 2,044 and 4,087 tokens
 ENOUGH = Limit(op=">=", value=0.95)
 ABOVE = Limit(op=">=", value=0.2)
 

@@ -120,6 +120,8 @@ def _about(path: pathlib.Path) -> dict[str, Any]:
 def _write(directory: pathlib.Path, model: LoadedModel) -> None:
     with _checkpointer() as checkpointer:
         checkpointer.save(directory / _WEIGHTS, args=ocp.args.PyTreeSave(model.params))
+    # It only names the folder that was written aside, which is no longer there.
+    (directory / _WEIGHTS / "commit_success.txt").unlink(missing_ok=True)
     vocabulary = model.tokenizer.vocabulary
     vocabulary.backend.save(str(directory / _TOKENIZER))
     about: dict[str, Any] = {

@@ -39,6 +39,14 @@ def test_checkpoint_loads_as_the_model_it_was_saved_from(saved):
     assert [path.name for path in path.parent.iterdir()] == ["tiny"]
 
 
+def test_no_file_of_a_checkpoint_names_the_folder_it_was_written_in(saved):
+    _, path, _ = saved
+    files = [each for each in path.rglob("*") if each.is_file()]
+    assert files
+    for folder in path.parents[:2]:
+        assert [each.name for each in files if str(folder).encode() in each.read_bytes()] == []
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_quantized_model_is_saved_in_its_bits(tmp_path, weights):
     path = command_line.write_tiny_gguf(tmp_path / "tiny.gguf")

@@ -1,8 +1,9 @@
 """Candles, drawn and real, and how a row of them is written.
 
-A row is "\\no4.52 c4.55 AB h4.58 l4.50": open and close, the row's name of two letters, high and
-low, in US cents above one dollar per euro. Every token holds one letter or one digit, and the
-first digit of a price carries its field. The name stands right behind what it is asked for most.
+A row is "c52 K7 h55 l41 o47\\n": close, the row's name, high, low and open, prices in ticks, 0 to
+99, on a scale that fits the context. Every token of a price holds one digit; the first also
+carries the price's field, the last of a row its end. A name is one token, right behind the price
+that it is asked for.
 """
 
 from __future__ import annotations
@@ -11,19 +12,21 @@ import csv
 import dataclasses
 import functools
 import pathlib
+import string
 
 import numpy as np
 
-START = "Candles:"
-FIELDS = "ochl"
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-ROW_TOKENS = 2 + 3 * len(FIELDS)
-PRICES = 1000  # a price is a whole number of hundredths of a cent, 0 to 999
+START = "Candles:\n"
+CLOSE, HIGH, LOW, OPEN = range(4)
+_LETTERS = [letter for letter in string.ascii_letters if letter not in "chlo"]  # fields' letters
+NAMES = tuple(f" {letter}{digit}" for letter in _LETTERS for digit in range(10))
+ROW_TOKENS = 9
+PRICES = 100  # ticks of the scale
 REAL_TRAIN_ROWS = 1000  # of 1,500; what is later belongs to the test
-MOVES = (4.0, 20.0)  # hundredths of a cent an hour; real ones move by 7.5 on average
-_NAMES = len(LETTERS) ** 2
+MOVES = (1.5, 8.0)  # ticks an hour; real ones move by 7.5 pips on average
+_TICKS = (1, 2, 3, 5, 8, 12)  # pips, of 0.0001 dollars per euro
 _FILE = pathlib.Path(__file__).parents[2] / "serving" / "data" / "eurusd_1h.csv"
-_FLOOR, _CEILING = 20, PRICES - 21
+_FLOOR, _CEILING = 3, PRICES - 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +34,8 @@ class Context:
     """Rows as a session holds them, oldest first.
 
     Attributes:
-      prices: [rows, 4] int64, open, close, high, low in hundredths of a cent.
-      names: [rows] int64, distinct; `row_name` turns one into two letters.
+      prices: [rows, 4] int64, close, high, low, open in ticks.
+      names: [rows] int64, distinct, each an index into NAMES.
     """
 
     prices: np.ndarray
@@ -42,28 +45,26 @@ class Context:
         """Return the number of rows."""
         return len(self.names)
 
+    def first(self, count: int) -> Context:
+        """Return the oldest rows alone."""
+        return Context(prices=self.prices[:count], names=self.names[:count])
+
     def last(self, count: int) -> Context:
         """Return the newest rows alone."""
         return Context(prices=self.prices[-count:], names=self.names[-count:])
 
 
-def row_name(name: int) -> tuple[str, str]:
-    """Return the two letters of a name."""
-    return LETTERS[name // len(LETTERS)], LETTERS[name % len(LETTERS)]
-
-
-def price_tokens(price: int, before: str = " ") -> list[str]:
-    """Return a price's three tokens, e.g. " c4", ".5", "5", with " c" before it."""
-    return [f"{before}{price // 100}", f".{price // 10 % 10}", str(price % 10)]
+def price_tokens(price: int, before: str, end: str = "") -> list[str]:
+    """Return a price's two tokens, e.g. " h5", "2" for 52 with " h" before it."""
+    return [f"{before}{price // 10}", f"{price % 10}{end}"]
 
 
 def row_tokens(context: Context, index: int) -> list[str]:
     """Return the tokens of one row; joined they are its text."""
-    open_, close, high, low = context.prices[index].tolist()
-    first, second = row_name(int(context.names[index]))
+    close, high, low, open_ = context.prices[index].tolist()
     return [
-        *price_tokens(open_, "\no"), *price_tokens(close, " c"), f" {first}", second,
-        *price_tokens(high, " h"), *price_tokens(low, " l"),
+        *price_tokens(close, "c"), NAMES[context.names[index]], *price_tokens(high, " h"),
+        *price_tokens(low, " l"), *price_tokens(open_, " o", "\n"),
     ]  # fmt: skip
 
 
@@ -77,12 +78,12 @@ def context_tokens(context: Context) -> list[str]:
 
 def names_in_order(rng: np.random.Generator, count: int) -> np.ndarray:
     """Return consecutive names from a random one on, [count] int64."""
-    return (rng.integers(_NAMES) + np.arange(count)) % _NAMES
+    return (rng.integers(len(NAMES)) + np.arange(count)) % len(NAMES)
 
 
 def names_at_random(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Return distinct names in no order, so that both letters matter, [count] int64."""
-    return rng.permutation(_NAMES)[:count]
+    """Return distinct names in no order, [count] int64."""
+    return rng.permutation(len(NAMES))[:count]
 
 
 def synthetic(
@@ -91,7 +92,7 @@ def synthetic(
     """Draw a random walk that turns back at the ends of the scale: [rows, 4] prices.
 
     Args:
-      moves: the standard deviation of an hour's move is drawn between these.
+      moves: the standard deviation of an hour's move is drawn between these, in ticks.
     """
     scale = moves[0] * (moves[1] / moves[0]) ** rng.random()
     path = rng.uniform(_FLOOR, _CEILING) + np.cumsum(rng.normal(0.0, scale, rows + 1))
@@ -102,29 +103,30 @@ def synthetic(
     wicks = np.rint(np.abs(rng.normal(0.0, 0.5 * scale, (2, rows)))).astype(np.int64)
     highs = np.minimum(np.maximum(opens, closes) + wicks[0], PRICES - 1)
     lows = np.maximum(np.minimum(opens, closes) - wicks[1], 0)
-    return np.stack([opens, closes, highs, lows], axis=1)
+    return np.stack([closes, highs, lows, opens], axis=1)
 
 
 @functools.cache
 def real() -> np.ndarray:
-    """Return the real hourly EURUSD candles, [1500, 4] prices."""
+    """Return the real hourly EURUSD candles, [1500, 4] in pips above one dollar per euro."""
     with _FILE.open(encoding="utf-8") as file:
         records = list(csv.DictReader(file))
-    fields = ("Open", "Close", "High", "Low")
+    fields = ("Close", "High", "Low", "Open")
     dollars = np.array([[float(record[field]) for field in fields] for record in records])
     return np.rint((dollars - 1.0) * 1e4).astype(np.int64)
 
 
 def real_window(rng: np.random.Generator, rows: int, *, test: bool) -> np.ndarray:
-    """Return a random stretch of real candles from before or after the split: [rows, 4].
+    """Return a random stretch of real candles from before or after the split: [rows, 4] prices.
 
-    Training stretches are turned upside down half of the time and put anywhere on the scale.
+    The tick is the finest with which the stretch fits the scale, where it lies at random.
+    Training stretches are turned upside down half of the time.
     """
     part = real()[REAL_TRAIN_ROWS:] if test else real()[:REAL_TRAIN_ROWS]
     begin = rng.integers(len(part) - rows + 1)
-    prices = part[begin : begin + rows]
-    if test:
-        return prices
-    if rng.random() < 0.5:
-        prices = PRICES - 1 - prices[:, [0, 1, 3, 2]]
-    return prices + rng.integers(-prices.min(), PRICES - prices.max())
+    pips = part[begin : begin + rows]
+    pips = pips - pips.min()
+    prices = next(pips // tick for tick in _TICKS if pips.max() // tick < PRICES)
+    if not test and rng.random() < 0.5:
+        prices = prices.max() - prices[:, [CLOSE, LOW, HIGH, OPEN]]
+    return prices + rng.integers(PRICES - prices.max())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Literal
 
@@ -20,6 +21,7 @@ from jaxstate.state import StepShape
 Source = Literal["synthetic", "real"]
 _PAGE = 64
 _TRIES = 50
+_MOVES = (4.0, 8.0)  # ticks an hour: as lively as the real ones are on their scale
 _SHAPES = tuple(StepShape(num_tokens=n, block_tokens=n, num_rows=8) for n in (12, 512))
 
 
@@ -79,7 +81,8 @@ def cases(seed: int, count: int, rows: tuple[int, int], source: Source) -> Itera
 
     What is true of the candles is drawn first, and contexts until it is true of one: so both
     answers are equally likely for each kind of question, also where the market had a trend; what
-    is true of none of _TRIES contexts is given up and drawn again.
+    is true of none of _TRIES contexts is given up and drawn again. Nothing is asked that the newest
+    row alone answers.
     """
     rng = np.random.default_rng([0xE7A1, seed])
     while count:
@@ -97,7 +100,7 @@ def _context(rng: np.random.Generator, rows: int, source: Source) -> Context:
     if source == "real":
         prices = candles.real_window(rng, rows, test=True)
     else:
-        prices = candles.synthetic(rng, rows)
+        prices = candles.synthetic(rng, rows, moves=_MOVES)
     return Context(prices=prices, names=candles.names_in_order(rng, rows))
 
 
@@ -105,7 +108,7 @@ def _questions(rng, context: Context, truths: np.ndarray) -> list[Question] | No
     found = []
     for kind, truth in zip(questions.KINDS, truths, strict=True):
         question = questions.draw(rng, context, kind, truth=bool(truth))
-        if question is None:
+        if question is None or _newest_tells(context, question):
             return None
         found.append(question)
     return found
@@ -150,25 +153,44 @@ def ask(engine: Engine, model: LoadedModel, drawn: Iterator[Case], *, last_row: 
 
 
 def guess_from_last_row(drawn: Iterator[Case]) -> Tally:
-    """Answer by a rule that needs no training and sees the newest row alone.
+    """Answer by the best rule of its kind that needs no training and sees the newest row alone.
 
-    A row that rises speaks for "above" and for "rising"; of the highest or lowest price it knows
-    its own.
+    It says "above" where the row's price, drawn towards the middle of the scale by a share and
+    shifted, is above the level; share and shift are those that would have been best.
     """
+    found = list(drawn)
+    pairs = [(case, pair) for case in found for pair in case.pairs]
+    groups = np.array([f"{pair[0].field} {pair[0].kind}" for _, pair in pairs])
+    prices = np.array([_newest(case.context, pair[0].field) for case, pair in pairs])
+    levels = np.array([pair[0].level for _, pair in pairs])
+    above = np.array([pair[0].price > pair[0].level for _, pair in pairs])
+    guesses = np.zeros(len(pairs), bool)
+    for group in np.unique(groups):
+        chosen = groups == group
+        best = -1.0
+        for share, shift in itertools.product((0.0, 0.25, 0.5, 0.75, 1.0), range(-30, 31)):
+            drawn_in = prices[chosen] + share * (candles.PRICES / 2 - prices[chosen])
+            said = drawn_in + shift > levels[chosen]
+            if np.mean(said == above[chosen]) > best:
+                best = float(np.mean(said == above[chosen]))
+                guesses[chosen] = said
     tally = Tally()
-    for case in drawn:
-        for pair in case.pairs:
-            truth = _guess(case.context, pair[0])
-            tally.add(pair, (truth, not truth))
+    for (_, pair), guess in zip(pairs, guesses.tolist(), strict=True):
+        straight = pair[0].wording == questions.WORDINGS[0]
+        tally.add(pair, (guess == straight, guess != straight))
     return tally
 
 
-def _guess(context: Context, question: Question) -> bool:
-    """Guess the answer to a question in the wording that it has."""
-    open_, close, high, low = context.prices[-1].tolist()
-    truth = close >= open_
-    if question.kind == "extreme":
-        level = int("".join(token.strip(" .?") for token in question.tokens[-3:]))
-        truth = (high if " high" in question.tokens else low) > level
-    straight = " above" in question.tokens or "\nRising" in question.tokens
-    return truth == straight
+def _newest_tells(context: Context, question: Question) -> bool:
+    """Whether the newest row is the one in question, or goes beyond the level by itself."""
+    price = _newest(context, question.field)
+    if question.field == "high":
+        return price > question.level
+    if question.field == "low":
+        return price < question.level
+    return question.rows == candles.NAMES[context.names[-1]]
+
+
+def _newest(context: Context, field: str) -> int:
+    column = {"close": candles.CLOSE, "high": candles.HIGH, "low": candles.LOW}[field]
+    return int(context.prices[-1, column])

@@ -8,19 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from task import candles, tokenizer
+from task import candles, questions, tokenizer
 
 from jaxstate.models import decoder, layers
 from jaxstate.models.config import LayerConfig, ModelConfig
 from jaxstate.models.params import Params, init_params
 from jaxstate.models.rope import RopeConfig
 
-ROW_WEIGHT = 0.2
-# A quarter of each head turns with positions, the rest matches what is named, wherever it stands.
-# The first layer sees a name with open and close before it, what has to be put together first;
-# of the first row also what stands before that.
+PRICE_WEIGHT = 0.3
+# The first layer sees five tokens: a question, or a name and the close behind it. Two see the last
+# eight and the last four rows from a question's end, the others everything. A quarter of each head
+# turns with positions, the rest matches what is named, wherever it stands.
 _ROPE = RopeConfig(theta=1e3, rotary_dim=16)
-_LAYERS = (LayerConfig(rope=_ROPE, window=9), *(LayerConfig(rope=_ROPE),) * 2)
+_WINDOWS = (
+    questions.NUM_TOKENS,
+    *(candles.ROW_TOKENS * rows + questions.NUM_TOKENS for rows in (8, 4)),
+    None,
+    None,
+)
 CONFIG = ModelConfig(
     family="llama",
     vocab_size=len(tokenizer.tokens()),
@@ -31,17 +36,18 @@ CONFIG = ModelConfig(
     head_dim=64,
     rms_norm_eps=1e-5,
     max_positions=8192,
-    layers=_LAYERS,
+    layers=tuple(LayerConfig(rope=_ROPE, window=window) for window in _WINDOWS),
     tied_embeddings=False,
 )
+_NAME_DIMS = 48  # of hidden_size: as many as a head has dimensions that do not turn
 
 
 def first_params(seed: int) -> Params:
-    """Draw the weights that training starts from.
+    """Draw the weights that training starts from; only what they say of names is not random.
 
-    A token's embedding is the sum of its parts': where it stands in a word, its letter or digit,
-    and what all tokens share, which attention by position alone needs. So a row's name looks
-    like its name in a question, and a digit is a number from the start.
+    A digit's embedding is the sum of its parts': its place, which digit it is, how large. So it is
+    a number from the start. A name has dimensions of its own, which the first layer hands to the
+    tokens behind it; in the layers that see everything one head searches for the same name.
     """
     rng = np.random.default_rng(seed)
     parts: dict[str, np.ndarray] = {}
@@ -49,32 +55,48 @@ def first_params(seed: int) -> Params:
     def part(name: str) -> np.ndarray:
         if name not in parts:
             parts[name] = rng.standard_normal(CONFIG.hidden_size).astype(np.float32)
+            parts[name][:_NAME_DIMS] = 0.0
         return parts[name]
 
-    rows = []
-    for token in tokenizer.tokens():
-        row = part("all") + 0.3 * rng.standard_normal(CONFIG.hidden_size).astype(np.float32)
-        if token.endswith("?"):
-            row += 2 * part("?")
-        before, last = token.rstrip("?")[:-1], token.rstrip("?")[-1]
-        if last.isdigit():
-            place = before[:1].replace("\n", " ")  # first, second or third digit of a price
-            row += part(f"{place}digit") + part(before) + part(last)
-            row += part(f"{place}size") * (int(last) - 4.5) / 2
-        elif last in candles.LETTERS:
-            row += part(f"{before}letter") + 2 * part(f"{before}{last}")
+    # The last of a name's dimensions marks questions, which are not what is searched for.
+    asked = {"close", "high", "low", *questions.WORDINGS}
+    asked |= {text.format(digit) for text in (" {}", "{}?") for digit in range(10)}
+    embed = np.zeros((CONFIG.vocab_size, CONFIG.hidden_size), np.float32)
+    for token, index in tokenizer.tokens().items():
+        digit = next((int(each) for each in token if each.isdigit()), 0)
+        size = np.float32(digit - 4.5) / 2
+        if token in candles.NAMES or token == " first":
+            embed[index, : _NAME_DIMS - 1] = rng.choice((-1.5, 1.5), _NAME_DIMS - 1)
+            embed[index] += part("name")
+        elif token[:-1] in tokenizer.TENS:
+            place = token[:-1]
+            embed[index] = part(place) + part(token) + size * part(f"size {place}")
+        elif token[0].isdigit():
+            place = f"units{token[1:]}"
+            embed[index] = part(place) + part(token) + size * part(f"size {place}")
         else:
-            row += 2 * part(token.rstrip("?"))
-        rows.append(row)
+            embed[index] = 2 * part(token)
+        if token in asked:
+            embed[index, _NAME_DIMS - 1] = 1.5
+    start, first = (tokenizer.tokens()[token] for token in (candles.START, " first"))
+    embed[start, :_NAME_DIMS] = embed[first, :_NAME_DIMS]  # what the first row has before it
     params = init_params(CONFIG, seed)
-    # One query of each group starts as its key does, but for the mark of a question, which it
-    # turns around: attention begins as a search for the alike elsewhere.
-    mark = part("?") / np.linalg.norm(part("?"))
-    turn = np.eye(len(mark), dtype=np.float32) - 2 * np.outer(mark, mark)
-    for layer in params["layers"][1:]:
-        alike = jnp.einsum("EF,FND->END", turn, layer["wk"])
-        layer["wq"] = layer["wq"].at[:, :: CONFIG.heads_per_kv_head].set(alike)
-    embed = np.stack(rows)
+    turning = np.flatnonzero(_ROPE.inverse_frequencies(CONFIG.head_dim))
+    turning = np.concatenate([turning, turning + CONFIG.head_dim // 2])
+    still = np.setdiff1d(np.arange(CONFIG.head_dim), turning)[:_NAME_DIMS]
+    names = np.arange(_NAME_DIMS)
+    for layer, window in zip(params["layers"], _WINDOWS, strict=True):
+        layer["wo"] = layer["wo"].at[..., names].set(0.0)
+        layer["w_down"] = layer["w_down"].at[..., names].set(0.0)
+        if window == questions.NUM_TOKENS:
+            layer["wq"] *= 0.1  # an even mean over the window
+            layer["wv"] = layer["wv"].at[:, 0, still].set(0.0).at[names, 0, still].set(2.5)
+            layer["wo"] = (4 * layer["wo"]).at[0, still].set(0.0).at[0, still, names].set(2.5)
+        elif window is None:
+            for weight in ("wq", "wk"):
+                matrix = layer[weight].at[:, 0].set(0.0)
+                layer[weight] = matrix.at[names, 0, still].set(2.0)
+            layer["wk"] = layer["wk"].at[names[-1], 0, still[-1]].set(-16.0)
     return params | {"embed": jnp.asarray(embed / np.std(embed))}
 
 
@@ -84,21 +106,21 @@ class Batch:
 
     Attributes:
       context_ids: [batch, context_len] int32.
-      tail_ids: [batch, tails, tail_len] int32, questions and all but the last token of answers.
+      tail_ids: [batch, tails, tail_len] int32, questions.
       seen: [batch, tails] int32, tokens of the context that a tail sees.
-      targets: [batch, tails, tail_len] int32, the next token where it belongs to an answer.
-      weights: [batch, tails, tail_len] f32, of each target; 0 = none.
+      answers: [batch, tails] int32, token ids.
+      prices: [batch, tails] int32, ticks, what the answers hang on.
     """
 
     context_ids: np.ndarray
     tail_ids: np.ndarray
     seen: np.ndarray
-    targets: np.ndarray
-    weights: np.ndarray
+    answers: np.ndarray
+    prices: np.ndarray
 
 
 jax.tree_util.register_dataclass(
-    Batch, ["context_ids", "tail_ids", "seen", "targets", "weights"], []
+    Batch, ["context_ids", "tail_ids", "seen", "answers", "prices"], []
 )
 
 
@@ -115,20 +137,19 @@ class TaskModel(nnx.Module):
             lambda leaf: leaf[...], self.params, is_leaf=lambda leaf: isinstance(leaf, nnx.Param)
         )
 
-    def __call__(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Return logits after every token; see all_logits."""
-        return all_logits(self.tree(), CONFIG, batch)
+    def __call__(self, batch: Batch) -> jax.Array:
+        """Return logits behind every question; see answer_logits."""
+        return answer_logits(self.tree(), CONFIG, batch)
 
 
-def all_logits(params: Params, config: ModelConfig, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def answer_logits(params: Params, config: ModelConfig, batch: Batch) -> jax.Array:
     """Run the package's decoder over contexts and tails at once.
 
     A tail sees the first `seen` tokens of its context and itself, as a query of an engine does:
     one context serves many questions, at every length.
 
     Returns:
-      logits after the contexts' tokens, [batch, context_len, vocab_size] f32, and after the
-      tails', [batch, tails, tail_len, vocab_size] f32.
+      logits after each tail's last token, [batch, tails, vocab_size] f32.
     """
     batch_size, context_len = batch.context_ids.shape
     _, tails, tail_len = batch.tail_ids.shape
@@ -182,25 +203,34 @@ def all_logits(params: Params, config: ModelConfig, batch: Batch) -> tuple[jax.A
     ids = jnp.concatenate([batch.context_ids.ravel(), batch.tail_ids.ravel()])
     states = (None,) * config.num_layers
     hidden, _ = decoder.forward(params, config, ids, attend, states)
-    logits = decoder.logits(params, config, hidden)
-    return (
-        logits[:split].reshape(batch_size, context_len, config.vocab_size),
-        logits[split:].reshape(batch_size, tails, tail_len, config.vocab_size),
-    )
+    tail_ends = hidden[split:].reshape(batch_size * tails, tail_len, -1)[:, -1]
+    logits = decoder.logits(params, config, tail_ends)
+    return logits.reshape(batch_size, tails, config.vocab_size)
 
 
 def loss(model: TaskModel, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Return the mean negative log-likelihood of answers, and whether each target is likeliest.
+    """Return the mean negative log-likelihood, and the largest logit among answers and digits.
+
+    Where an answer belongs, the logits of digits have to tell the price that it hangs on: two
+    digits where yes or no is one bit, so that finding the price is learnt first.
 
     Returns:
-      loss: scalar f32, nats.  right: [batch, tails, tail_len] bool.
+      loss: scalar f32, nats.  right: [3, batch, tails] bool, of answer, first and second digit.
     """
-    rows, logits = model(batch)
-    chosen = _chosen(logits, batch.targets)
-    mean = -(chosen * batch.weights).sum() / batch.weights.sum()
-    mean_row = -_chosen(rows[:, :-1], batch.context_ids[:, 1:]).mean()
-    return mean + ROW_WEIGHT * mean_row, logits.argmax(axis=-1) == batch.targets
-
-
-def _chosen(logits, targets):
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+    ids = tokenizer.tokens()
+    answers = np.array([ids[questions.NO], ids[questions.YES]])
+    tens, units = (
+        np.array([ids[text.format(digit)] for digit in range(10)]) for text in (" {}", "{}")
+    )
+    logits = model(batch)
+    total, right = jnp.float32(0.0), []
+    for group, target, weight in (
+        (answers, (batch.answers == answers[1]).astype(jnp.int32), 1.0),
+        (tens, batch.prices // 10, PRICE_WEIGHT),
+        (units, batch.prices % 10, PRICE_WEIGHT),
+    ):
+        among = logits[..., group]
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(among), target[..., None], axis=-1)
+        total -= weight * chosen.mean()
+        right.append(among.argmax(axis=-1) == target)
+    return total, jnp.stack(right)

@@ -1,4 +1,4 @@
-"""The task's tokenizer: one letter, one digit or one word of a question per token."""
+"""The task's tokenizer: a name, a word or one digit of a price per token."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.models.vocabulary import Vocabulary
 
 _WORDS = (
-    "\nIs", "\nWhat", "\nRising", "\nFalling", " last", " close", " close?", " open", " first",
-    " row", " above", " below", " high", " low", " of", " in", questions.YES, questions.NO,
+    candles.START, " first", *(f" last {count}" for count in questions.ROWS_BACK),
+    "close", "high", "low", *questions.WORDINGS, questions.YES, questions.NO,
 )  # fmt: skip
+TENS = ("c", " h", " l", " o", " ")  # what stands before the first digit
+UNITS = ("", "\n", "?")  # what stands behind the second one; "?" ends a question
 
 
 @functools.cache
 def tokens() -> dict[str, int]:
     """Return the id of every token."""
-    before = ("\no", " c", " h", " l", " ", ".", "")
     names = [
-        candles.START,
         *_WORDS,
-        *(f"{space}{letter}" for space in (" ", "") for letter in candles.LETTERS),
-        *(f"{mark}{digit}" for mark in before for digit in range(10)),
-        # The last token of a question carries its mark, and so is where its answer is sought.
-        *(f"{letter}?" for letter in candles.LETTERS),
-        *(f"{space}{digit}?" for space in (" ", "") for digit in range(10)),
+        *(f"{before}{digit}" for before in TENS for digit in range(10)),
+        *(f"{digit}{end}" for end in UNITS for digit in range(10)),
+        *candles.NAMES,
     ]
     return {name: index for index, name in enumerate(names)}
 
