@@ -2,8 +2,8 @@
 
     cd bench && python -m task.train_task --out DIR --state DIR
 
-About 22 processor minutes (process_cpu_s in the log, one thread). After every stage its state is kept in --state, from where the next
-call goes on; a log of loss and accuracy by kind of question,
+About 22 processor minutes (process_cpu_s in the log, one thread). After every stage its state is
+kept in --state, from where the next call goes on; a log of loss and accuracy, by kind of question
 and of the digits of the price that it hangs on, is written there as JSON lines.
 """
 
