@@ -29,7 +29,7 @@ from jaxstate.prepositioning import Entry
 from jaxstate.serving import market
 from jaxstate.serving.local_service import LocalService
 
-TASK_MODEL = common.ROOT / "bench" / "task" / "candles-640k"
+TASK_MODEL = common.ROOT / "bench" / "task" / "candles-1m"
 CONTEXT, QUESTIONS, QUESTION_TOKENS, ANSWER_TOKENS = 4096, 16, 24, 4
 BURST, HITS, WAIT_S = 20, 2000, 600.0
 HIT_MS = Limit(op="<=", value=0.2)

@@ -1,0 +1,94 @@
+"""Sessions that wait outside of the pool: how long until the first token of a question.
+
+    python bench/bench_tiers.py [--quick] [--out FILE]
+
+SmolLM2-135M in 32-bit floats behind 7,168 tokens of candles. bench/README.md says what every bar
+means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import tempfile
+import time
+
+import common
+from common import Limit, Report
+
+from jaxstate.config import EngineConfig
+from jaxstate.engine import Engine
+from jaxstate.models import loading, sources
+from jaxstate.serving import market
+from jaxstate.tiers import Tier
+
+CONTEXT, QUESTION_TOKENS = 7168, 19
+HOST = Limit(op="<=", value=1.3)
+DISK = Limit(op="<=", value=0.05)
+
+
+def main() -> None:
+    """Parse arguments and run."""
+    parser = argparse.ArgumentParser(description="Sessions outside of the pool.")
+    parser.add_argument("--quick", action="store_true", help="a short context, few rounds")
+    parser.add_argument("--out", type=pathlib.Path, help="write the JSON lines here, too")
+    args = parser.parse_args()
+    command = "python bench/bench_tiers.py" + (" --quick" if args.quick else "")
+    report = Report("tiers", command=command, quick=args.quick, path=args.out)
+    report.line(arm="machine", **common.machine_facts())
+    model = loading.load(sources.resolve("smollm2-135m"))
+    assert model.tokenizer is not None
+    context, rounds = (1024, 3) if args.quick else (CONTEXT, 15)
+    with tempfile.TemporaryDirectory() as swap_dir:
+        config = EngineConfig(
+            num_pages=context // 64 + 8, page_size=64, context_len=7680, evict_quantum=512,
+            host_bytes=2 * context * model.config.bytes_per_cell, swap_dir=swap_dir,
+        )  # fmt: skip
+        engine = Engine(model.params, model.config, config, tokenizer=model.tokenizer)
+        lines = "".join(candle.text for candle in market.candles(1500))
+        ids = model.tokenizer.encode(market.SYSTEM + lines)
+        question = ids[context : context + QUESTION_TOKENS]
+        load = common.OtherLoad(list)
+        began = time.perf_counter()
+        session = engine.create(ids[:context])
+        first = engine.query(session, question, max_new_tokens=1)
+        prefill_s = time.perf_counter() - began
+        report.line(arm="re-prefill", seconds=prefill_s, tokens=context)
+        times: dict[str, list[float]] = {"pool": [], "host": [], "disk": []}
+        same = True
+        for _ in range(rounds + 1):
+            for tier, found in times.items():
+                if tier != "pool":
+                    move_out(engine, session, "host" if tier == "host" else "disk")
+                began = time.perf_counter()
+                answer = engine.query(session, question, max_new_tokens=1)
+                found.append(time.perf_counter() - began)
+                same &= answer.token_ids == first.token_ids and answer.gap == first.gap
+        load.end("tiers")
+    medians = {tier: common.median(found[1:]) for tier, found in times.items()}
+    size = context * model.config.bytes_per_cell
+    report.line(
+        arm="first token", **{f"{tier}_s": value for tier, value in medians.items()},
+        bytes=size, host_gb_per_s=size / 1e9 / max(medians["host"] - medians["pool"], 1e-9),
+    )  # fmt: skip
+    spoiled = load.reason("tiers")
+    ratios = [one / other for one, other in zip(times["host"][1:], times["pool"][1:], strict=True)]
+    report.bar(
+        "tier.host", common.median(ratios), HOST, unit="x the first token from the pool", n=rounds,
+        spoiled=spoiled, sound=same,
+    )  # fmt: skip
+    report.bar(
+        "tier.disk", medians["disk"] / prefill_s, DISK, unit="x re-prefill", n=rounds,
+        spoiled=spoiled, sound=same,
+    )  # fmt: skip
+    report.table()
+
+
+def move_out(engine: Engine, session: str, tier: Tier) -> None:
+    """Move a session out, and wait until that is over."""
+    engine.move_out(session, tier)
+    engine.executor.wait()
+
+
+if __name__ == "__main__":
+    main()
