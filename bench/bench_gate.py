@@ -28,6 +28,7 @@ STREAMS = 1000  # of a kind, a quarter of each length
 BEFORE = 100  # blocks before a drift
 QUIET_BLOCKS = 1000
 VERSIONS_SMOLLM2 = 700
+VERSIONS_TRAINED = 4000
 USEFUL = 3  # times less disagreement than the risk
 
 VALID = Limit(op="<=", value=0.05)
@@ -55,7 +56,11 @@ def main() -> None:
 def live(report: Report, *, quick: bool) -> None:
     """Write bar gate.table."""
     smollm2 = loading.load(sources.resolve("smollm2-135m"))
-    streams = [gate_table.smollm2(smollm2, 40 if quick else VERSIONS_SMOLLM2)]
+    trained = loading.load(common.ROOT / "bench" / "task" / "candles-1m")
+    streams = [
+        gate_table.candles_1m(trained, 400 if quick else VERSIONS_TRAINED),
+        gate_table.smollm2(smollm2, 40 if quick else VERSIONS_SMOLLM2),
+    ]
     worth: dict[str, float] = {}
     for stream in streams:
         worth |= dict(gate_table.table(stream, gate_table.play(stream, report), report))
