@@ -205,7 +205,38 @@ class Scheduler:
         Args:
           clock: tells when the step has ended; None = at once.
         """
-        jobs = self._jobs()
+        blocked: set[int] = set()
+        while True:
+            step, chosen = self._choose(now, blocked)
+            # What could not begin after all must not keep those from running that give pages back.
+            now_blocked = {
+                piece.job_id
+                for piece in step.pieces
+                if (one := self._running.get(piece.job_id)) and one.steps is None
+            }
+            if chosen or now_blocked <= blocked:
+                break
+            blocked |= now_blocked
+        if chosen:
+            self._run(chosen, now, clock or (lambda: now))
+        elif step.short_of_pages and not self._gives_back():
+            self._refuse(self._running[step.short_of_pages[0]], now)
+        return step
+
+    def _choose(
+        self, now: float, blocked: set[int]
+    ) -> tuple[StepPlan, list[tuple[_Running, Need, int]]]:
+        """Plan a step and begin what begins in it.
+
+        Args:
+          blocked: verbs for which there are no pages, whatever is free.
+        """
+        jobs = [
+            dataclasses.replace(job, pages=self._pages.num_pages + 1)
+            if job.job_id in blocked
+            else job
+            for job in self._jobs()
+        ]
         free = self._pages.num_free
         if sum(job.pages for job in jobs) > free:
             free = self._pages.num_available  # which takes a while to count
@@ -231,11 +262,7 @@ class Scheduler:
                 continue
             rows -= need.outputs if count == need.tokens else 0
             chosen.append((running, need, count))
-        if chosen:
-            self._run(chosen, now, clock or (lambda: now))
-        elif step.short_of_pages and not self._gives_back():
-            self._refuse(self._running[step.short_of_pages[0]], now)
-        return step
+        return step, chosen
 
     def _pages_of(self, cells: int) -> int:
         return -(-cells // self._pages.page_size) + 1 if cells else 0

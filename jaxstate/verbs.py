@@ -148,7 +148,7 @@ class Verbs:
         with self._using(session):
             yield from self._resident(session)
             yield from self._append(session, ids)
-            session.version += 1
+            self._advance_version(session)
         return session.version
 
     def update(self, session_id: str, token_ids: Sequence[int]) -> Steps:
@@ -158,7 +158,7 @@ class Verbs:
         with self._using(session):
             yield from self._resident(session)
             yield from self._update(session, ids)
-            session.version += 1
+            self._advance_version(session)
         return session.version
 
     def _update(self, session: Session, ids: np.ndarray) -> Steps:
@@ -382,6 +382,11 @@ class Verbs:
         return self._tokenizer.decode(token_ids) if self._tokenizer else ""
 
     # Inside
+
+    def _advance_version(self, session: Session) -> None:
+        """Note a change; what was paid for beside it saw the session as it was."""
+        self.tiers.forget_paid(session)
+        session.version += 1
 
     @contextlib.contextmanager
     def _using(self, session: Session) -> Iterator[None]:

@@ -20,7 +20,7 @@ from oracle.checked import CheckedEngine
 from oracle.equality import Mismatch
 from oracle.together import RowSpec
 
-from jaxstate import choices, executor, pages, rows, session, step, tail, verbs
+from jaxstate import choices, executor, pages, rows, session, step, tail, tiers, verbs
 from jaxstate.config import EngineConfig
 from jaxstate.kernels_pallas import attention_xla
 from jaxstate.models.config import LayerConfig
@@ -304,11 +304,11 @@ ON_HOST = [
         "pass",
     ),
     on_host(
-        "an append keeps outdated paid tails",
-        verbs,
-        "Verbs._append",
-        "self.tiers.forget_paid(session)",
-        "pass",
+        "a change keeps outdated paid tails",
+        tiers,
+        "Tiers.forget_paid",
+        "for paid in session.paid:",
+        "return\n    for paid in session.paid:",
     ),
     on_host(
         "an eviction may be rolled back",

@@ -95,6 +95,21 @@ def test_appends_and_questions_of_many_sessions_equal_the_dense_forward(engine):
     assert engine.executor.steps - steps < 30
 
 
+def test_what_was_paid_for_beside_an_append_is_gone_with_it(engine):
+    many = Many(engine)
+    [context], [session] = _sessions(engine, 1)
+    new, question = tiny_engine.random_ids(7, 60), tiny_engine.random_ids(8, 4)
+    append = many.append(session, new)
+    many.step()  # the append has begun and goes on
+    begin = functools.partial(many.verbs.stream, max_new_tokens=2, keep=True)
+    kept = many._submit(begin, session, question, JobClass.QUERY, 6)
+    many.finish()
+    assert kept.ended < append.ended and kept.result.version == 0
+    assert engine.session(session).paid == []
+    answer = engine.query(session, question, max_new_tokens=3)
+    assert answer.token_ids == tuple(tiny_engine.greedy(context + new + question, 3))
+
+
 def test_choices_are_scored_beside_other_questions(engine):
     many = Many(engine)
     (_, _), (first, second) = _sessions(engine, 2)

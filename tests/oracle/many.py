@@ -20,6 +20,7 @@ from oracle.mirror import Mirror
 
 MOST_SESSIONS = 5
 CHOICES = ((1, 2), (1,), (3, 4, 5))
+BRANCHES = 3  # their beginnings that are not the whole: tokens forwarded behind the question
 DEADLINE_S = 0.015
 
 
@@ -50,13 +51,14 @@ class Many:
         """Do random things, then let everything end, then close all sessions."""
         verbs = [
             self._create, self._append, self._query, self._choose, self._cancel, self._close,
-            self._move_out,
+            self._move_out, self._advance,
         ]  # fmt: skip
+        shares = [0.1, 0.22, 0.28, 0.1, 0.06, 0.04, 0.08, 0.12]
         for _ in range(operations):
             if self._rng.random() < 0.4:
                 self._step()
             else:
-                verbs[self._rng.choice(len(verbs), p=[0.12, 0.26, 0.28, 0.1, 0.1, 0.06, 0.08])]()
+                verbs[self._rng.choice(len(verbs), p=shares)]()
         for _ in range(10_000):
             if not self._under_way:
                 break
@@ -121,11 +123,14 @@ class Many:
         session = self._some_session()
         if session is None:
             return
-        question = self._ids(int(self._rng.integers(1, 9)))
+        question = self._question(session)
         count = int(self._rng.integers(1, 5))
         late = self._rng.random() < 0.25
+        begin = functools.partial(
+            self.engine.verbs.stream, max_new_tokens=count, keep=self._rng.random() < 0.3
+        )
         self._submit(
-            functools.partial(self.engine.verbs.stream, max_new_tokens=count), session, question,
+            begin, session, question,
             JobClass.QUERY, len(question) + count,
             functools.partial(self._answered, session, question, count),
             deadline=self._now + DEADLINE_S if late else float("inf"),
@@ -138,14 +143,22 @@ class Many:
         mirror = self._versions[session][answer.version]
         self.events["older version"] += answer.version < self._mirrors[session].version
         require(list(ticket.tokens) == list(answer.tokens), "tokens noted are not the answer's")
-        self._answers.check_greedy(answer, mirror, question, skip=0, max_new_tokens=count)
+        saved = len(question) + len(answer.token_ids) - 1 - answer.tokens_forwarded
+        skip = min(saved, len(question))
+        self.events["resumed"] += skip > 0
+        self.events["decoded ahead"] += saved > skip
+        self._answers.check_greedy(
+            answer, mirror, question, skip=skip, ahead=saved - skip, max_new_tokens=count
+        )
 
     def _choose(self) -> None:
         session = self._some_session()
         if session is None:
             return
-        question = self._ids(int(self._rng.integers(1, 7)))
-        begin = functools.partial(self.engine.verbs.choose, choices=CHOICES)
+        question = self._question(session)
+        begin = functools.partial(
+            self.engine.verbs.choose, choices=CHOICES, keep=self._rng.random() < 0.3
+        )
         self._submit(
             begin, session, question, JobClass.QUERY, len(question) + 5,
             functools.partial(self._chosen, session, question),
@@ -155,9 +168,29 @@ class Many:
         if self._is_no_answer(ticket):
             return
         mirror = self._versions[session][ticket.result.version]
+        saved = len(question) + BRANCHES - ticket.result.tokens_forwarded
         self._answers.check_choice(
-            ticket.result, mirror, question, CHOICES, skip=0, num_rows=self._most_rows
+            ticket.result, mirror, question, CHOICES, skip=max(saved, 0), num_rows=self._most_rows
         )
+
+    def _advance(self) -> None:
+        """Pay for what later questions may begin with, and decode ahead behind it."""
+        session = self._some_session()
+        if session is None:
+            return
+        entry, count = self._question(session), int(self._rng.integers(0, 4))
+        begin = functools.partial(
+            self.engine.verbs.advance, max_new_tokens=count, min_gap=0.0, eos_ids=(), slot_ids=()
+        )
+        self._submit(
+            begin, session, entry, JobClass.ADVANCE, len(entry) + count,
+            functools.partial(self._advanced, session, entry),
+        )  # fmt: skip
+
+    def _advanced(self, session: str, entry: list[int], ticket: Ticket) -> None:
+        if not self._is_no_answer(ticket):
+            require(list(ticket.result.token_ids[: len(entry)]) == entry, "advance: another entry")
+            self.events["advanced"] += 1
 
     def _cancel(self) -> None:
         if not self._under_way:
@@ -222,6 +255,18 @@ class Many:
     def _some_session(self) -> str | None:
         names = list(self._mirrors)
         return names[self._rng.integers(len(names))] if names else None
+
+    def _question(self, session: str) -> list[int]:
+        """Draw a question, which often begins as others do, or goes on as they are answered."""
+        if self._rng.random() < 0.4:
+            return self._ids(int(self._rng.integers(1, 9)))
+        paid = self.engine.session(session).paid
+        if paid and self._rng.random() < 0.5:
+            begin = list(paid[self._rng.integers(len(paid))].token_ids)
+            return begin[: int(self._rng.integers(1, min(len(begin), 8) + 1))]
+        rng = np.random.default_rng(int(self._rng.integers(3)))
+        whole = rng.integers(0, self._vocab, 8).tolist()
+        return whole[: int(self._rng.integers(1, 9))]
 
     def _ids(self, count: int) -> list[int]:
         return self._rng.integers(0, self._vocab, count).tolist()
