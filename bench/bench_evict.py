@@ -32,7 +32,7 @@ WINDOWS = (256, 512, 1024, 1536, 2048)  # tokens, the frozen beginning included
 QUICK_WINDOWS = (256, 512)
 RUNS = 2  # how often the whole stream is replaced before anything is compared
 PAGE = 64
-SHAPES = tuple(StepShape(num_tokens=n, block_tokens=n, num_rows=8) for n in (24, 128, 512))
+SHAPES = tuple(StepShape(num_tokens=n, block_tokens=n, num_rows=8) for n in (24, 48, 256, 512))
 TABLE = Limit(op=">=", value=0.0)
 SAME = 1e-6  # nats; the largest divergence where nothing was evicted
 MOVES = (4.0, 8.0)  # ticks an hour
