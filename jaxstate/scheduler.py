@@ -98,7 +98,7 @@ class Scheduler:
         prefixes: Prefixes | None = None,
         on_end: Callable[[Ticket], None] | None = None,
     ):
-        """Start empty.
+        """Start empty; `waiting` counts the verbs of each class that are not over.
 
         Args:
           limits: of a step; no more tokens and rows than the largest compiled shape takes.
@@ -112,6 +112,7 @@ class Scheduler:
         self._pages = pages
         self._ids = itertools.count()
         self._running: dict[int, _Running] = {}
+        self.waiting: collections.Counter[JobClass] = collections.Counter()
 
     @property
     def num_waiting(self) -> int:
@@ -169,6 +170,7 @@ class Scheduler:
                 most=len(prefix) - (cells > len(prefix)),
             ).beside(self._prefills())  # fmt: skip
         self._running[job_id] = running
+        self.waiting[job_class] += 1
         return ticket
 
     def cancel(self, ticket: Ticket, now: float) -> bool:
@@ -381,6 +383,7 @@ class Scheduler:
             running.steps.close()
         running.ticket.state, running.ticket.ended = state, now
         del self._running[running.ticket.job_id]
+        self.waiting[running.ticket.job_class] -= 1
         if self._on_end:
             self._on_end(running.ticket)
 

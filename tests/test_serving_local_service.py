@@ -247,7 +247,7 @@ def test_too_many_waiting_verbs_are_refused_with_a_hint():
     for thread in threads:
         thread.start()
     _wait_for_commands(service, 2)
-    with pytest.raises(BusyError, match="2 verbs wait already") as busy:
+    with pytest.raises(BusyError, match="2 verbs of class APPEND wait already") as busy:
         service.append(session, [1])
     assert busy.value.retry_after_s > 0
     release.set()
@@ -255,6 +255,57 @@ def test_too_many_waiting_verbs_are_refused_with_a_hint():
         thread.join()
     service.close()
     assert engine.session(session).context_len == 5
+    engine.close(session)
+
+
+def test_verbs_that_the_worker_is_about_to_submit_count_as_waiting():
+    engine = _compiled()
+    service = LocalService(engine, max_waiting=2)
+    session = service.create([1, 2, 3])
+    first, second = _hold(service), threading.Event()
+    held = threading.Event()
+
+    def hold() -> None:
+        held.set()
+        second.wait(WAIT_S)
+
+    threads = [threading.Thread(target=lambda: service._call(hold))]
+    threads += [threading.Thread(target=lambda: service.append(session, [1])) for _ in range(2)]
+    for count, thread in enumerate(threads, start=1):
+        thread.start()
+        _wait_for_commands(service, count)
+    first.set()
+    assert held.wait(WAIT_S)  # the worker has taken all three
+    with pytest.raises(BusyError):
+        service.append(session, [1])
+    second.set()
+    for thread in threads:
+        thread.join()
+    service.wait_until_idle(WAIT_S)
+    service.close()
+    assert engine.session(session).context_len == 5
+    engine.close(session)
+
+
+def test_questions_are_answered_while_no_more_appends_are_taken():
+    engine = _compiled()
+    service = LocalService(engine, max_waiting=1)
+    session = service.create([1, 2, 3])
+    release = _hold(service)
+    pendings = []
+    append = threading.Thread(target=lambda: pendings.append(service.append(session, [1])))
+    append.start()
+    _wait_for_commands(service, 1)
+    with pytest.raises(BusyError):
+        service.append(session, [1])
+    ask = threading.Thread(target=lambda: pendings.append(service.query(session, _question(1))))
+    ask.start()
+    _wait_for_commands(service, 2)
+    release.set()
+    append.join()
+    ask.join()
+    assert len([pending.result(WAIT_S) for pending in pendings]) == 2
+    service.close()
     engine.close(session)
 
 
