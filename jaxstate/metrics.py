@@ -21,7 +21,8 @@ class ClassFigures:
       tokens: forwarded for them.
       wait_s: of the newest that were begun, seconds from submission to their beginning.
       service_s: of the newest that are done, seconds from their beginning to their end.
-      longest_s: longest time from submission to the end.
+      sojourn_s: of the newest that are done, seconds from submission to the end.
+      longest_s: longest of those since the start.
     """
 
     ended: collections.Counter[State] = dataclasses.field(default_factory=collections.Counter)
@@ -30,6 +31,9 @@ class ClassFigures:
         default_factory=lambda: collections.deque(maxlen=RECENT)
     )
     service_s: collections.deque[float] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=RECENT)
+    )
+    sojourn_s: collections.deque[float] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=RECENT)
     )
     longest_s: float = 0.0
@@ -45,6 +49,8 @@ class Metrics:
       stale_answers: how many of them were of an older version, by the caller's wish.
       entries_paid: entries forwarded ahead.
       entries_used: questions that forwarded less because of one, or of a registered question.
+      step_s: of the newest steps, seconds.
+      busy_s: seconds of all steps.
     """
 
     by_class: dict[JobClass, ClassFigures] = dataclasses.field(
@@ -54,6 +60,15 @@ class Metrics:
     stale_answers: int = 0
     entries_paid: int = 0
     entries_used: int = 0
+    step_s: collections.deque[float] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=RECENT)
+    )
+    busy_s: float = 0.0
+
+    def note_step(self, seconds: float) -> None:
+        """Count a step."""
+        self.step_s.append(seconds)
+        self.busy_s += seconds
 
     def note_end(self, ticket: Ticket) -> None:
         """Count a verb that is over."""
@@ -66,7 +81,8 @@ class Metrics:
         if ticket.state is State.DONE:
             assert ticket.started is not None
             figures.service_s.append(ticket.ended - ticket.started)
-            figures.longest_s = max(figures.longest_s, ticket.ended - ticket.submitted)
+            figures.sojourn_s.append(ticket.ended - ticket.submitted)
+            figures.longest_s = max(figures.longest_s, figures.sojourn_s[-1])
             if ticket.job_class is JobClass.ADVANCE:
                 self.entries_paid += 1
             if ticket.job_class is JobClass.QUERY and isinstance(ticket.result, Answer):

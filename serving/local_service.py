@@ -589,7 +589,9 @@ class LocalService:
             began = self._clock()
             step = self._scheduler.step(began, self._clock)
             if step.tokens:
-                self._step_s += 0.1 * (self._clock() - began - self._step_s)
+                took = self._clock() - began
+                self.metrics.note_step(took)
+                self._step_s += 0.1 * (took - self._step_s)
             with self._changed:
                 self._note_ends()
                 self._evaluate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import tiny_engine
 
 from jaxstate.answer import Source
@@ -48,7 +49,14 @@ def test_verbs_tokens_and_answers_are_counted_by_class_and_source():
     assert by_class[JobClass.QUERY].ended == {State.DONE: 2}
     assert len(by_class[JobClass.QUERY].service_s) == 2
     assert all(wait >= 0 for wait in by_class[JobClass.QUERY].wait_s)
-    assert by_class[JobClass.QUERY].longest_s >= max(by_class[JobClass.QUERY].service_s)
+    asked = by_class[JobClass.QUERY]
+    assert asked.longest_s == max(asked.sojourn_s) >= max(asked.service_s)
+    whole = [wait + took for wait, took in zip(asked.wait_s, asked.service_s, strict=True)]
+    assert list(asked.sojourn_s) == pytest.approx(whole)
+    # Every class is served within steps.
+    assert len(metrics.step_s) >= 5
+    assert metrics.busy_s == pytest.approx(sum(metrics.step_s))
+    assert metrics.busy_s >= max(max(one.service_s, default=0) for one in by_class.values())
     assert metrics.answers == {Source.FLASH: 5, Source.COMPUTED: 1, Source.RESUMED: 1}
     assert (metrics.entries_used, metrics.stale_answers) == (1, 0)
     engine.close(session)
