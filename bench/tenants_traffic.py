@@ -120,7 +120,7 @@ class Traffic:
         rng = np.random.default_rng(seed)
         before = self._service.metrics.busy_s
         for _ in range(count):
-            tenant = self._tenants[rng.integers(len(self._tenants))]
+            tenant = self._tenants[int(rng.integers(len(self._tenants)))]
             self.act(tenant, rng, time.perf_counter())
             self._service.wait_until_idle(WAIT_S)
         return (self._service.metrics.busy_s - before) / count
@@ -145,7 +145,7 @@ class Traffic:
             due = began
             while (due := due + rng.exponential(callers / rate)) < began + seconds:
                 time.sleep(max(due - time.perf_counter(), 0))
-                self.act(mine[rng.integers(len(mine))], rng, due)
+                self.act(mine[int(rng.integers(len(mine)))], rng, due)
 
         with concurrent.futures.ThreadPoolExecutor(callers) as pool:
             for future in [pool.submit(call, caller) for caller in range(callers)]:
