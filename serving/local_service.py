@@ -128,7 +128,7 @@ class LocalService:
         Args:
           step_tokens: most tokens of a step, what a question may have to wait for; None = the
             largest compiled step.
-          max_waiting: verbs that may wait; more are refused with BusyError.
+          max_waiting: verbs of a class that may wait; more are refused with BusyError.
           preposition: beginnings of questions of a session that are paid for in idle time, after
             every change of it; 0 = only headers that were declared.
           clock: seconds, never going back.
@@ -149,6 +149,7 @@ class LocalService:
         self._clock = clock
         self._changed = threading.Condition()
         self._commands: collections.deque[Callable[[], Any]] = collections.deque()
+        self._submitting: collections.Counter[JobClass] = collections.Counter()
         self._boards: dict[str, FlashBoard] = {}
         self._prepositions: dict[str, Prepositions] = {}
         self._advancing: dict[Ticket, tuple[Prepositions, Entry, int]] = {}  # version
@@ -183,7 +184,7 @@ class LocalService:
                 pending, begin, frozen, JobClass.APPEND, cells=len(frozen), tenant=tenant
             )
 
-        name = self._pending(submit).result()
+        name = self._pending(JobClass.APPEND, submit).result()
         self._call(functools.partial(self._open, name))
         return name
 
@@ -237,7 +238,7 @@ class LocalService:
             self._appending[pending._ticket] = count
             self._drop_evaluations(session_id)
 
-        return self._pending(submit)
+        return self._pending(JobClass.APPEND, submit)
 
     def query(
         self,
@@ -288,7 +289,7 @@ class LocalService:
                 gate = functools.partial(_first_token, query, risk)
             self._submit_question(pending, session_id, question, JobClass.QUERY, gate=gate, **how)
 
-        return self._pending(submit)
+        return self._pending(JobClass.QUERY, submit)
 
     def generate(
         self,
@@ -314,7 +315,7 @@ class LocalService:
                 tenant=tenant, deadline_s=deadline_s,
             )  # fmt: skip
 
-        return self._pending(submit)
+        return self._pending(JobClass.QUERY, submit)
 
     # Ahead of questions
 
@@ -338,7 +339,7 @@ class LocalService:
         def submit(pending: Pending) -> None:
             self._submit_entry(pending, session_id, entry, **how)
 
-        return self._pending(submit)
+        return self._pending(JobClass.ADVANCE, submit)
 
     # Flash Queries
 
@@ -410,16 +411,23 @@ class LocalService:
             raise error
         return result
 
-    def _pending(self, submit: Callable[[Pending], None]) -> Pending:
+    def _pending(self, job_class: JobClass, submit: Callable[[Pending], None]) -> Pending:
         """Have the worker submit a verb and return when it has."""
         with self._changed:
-            if self._scheduler.num_waiting + len(self._commands) >= self._max_waiting:
+            waiting = self._scheduler.waiting[job_class] + self._submitting[job_class]
+            if waiting >= self._max_waiting:
                 raise BusyError(
-                    f"{self._max_waiting} verbs wait already, which is the limit; come again",
+                    f"{self._max_waiting} verbs of class {job_class.name} wait already, which is "
+                    "the limit; come again",
                     retry_after_s=self._max_waiting * self._step_s / self._scheduler.limits.rows,
                 )
+            self._submitting[job_class] += 1
         pending = Pending(self._changed, None)
-        self._call(functools.partial(submit, pending))
+        try:
+            self._call(functools.partial(submit, pending))
+        finally:
+            with self._changed:
+                self._submitting[job_class] -= 1
         return pending
 
     def _enqueue(self, command: Callable[[], None]) -> None:
