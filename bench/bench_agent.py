@@ -8,11 +8,9 @@ the arms mean.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import json
-import pathlib
 import time
 
 import common
@@ -58,14 +56,8 @@ class Asked:
 
 
 def main() -> None:
-    """Parse arguments and run."""
-    parser = argparse.ArgumentParser(description="An agent's tool calls.")
-    parser.add_argument("--quick", action="store_true", help="ten turns")
-    parser.add_argument("--out", type=pathlib.Path, help="write the JSON lines here, too")
-    args = parser.parse_args()
-    command = "python bench/bench_agent.py" + (" --quick" if args.quick else "")
-    report = Report("agent", command=command, quick=args.quick, path=args.out)
-    report.line(arm="machine", **common.machine_facts())
+    """Measure and report."""
+    args, report = common.start("agent", "An agent's tool calls.", quick="ten turns")
     model = loading.load(sources.resolve("smollm2-135m"))
     assert model.tokenizer is not None
     system, turns = read(model.tokenizer)

@@ -8,15 +8,13 @@ the fresh one never were. bench/README.md says what the table means.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import pathlib
 from collections.abc import Callable, Sequence
 
 import common
 import jax
 import numpy as np
-from common import Limit, Report
+from common import Limit
 from task import candles, questions
 from task.candles import Context
 
@@ -27,7 +25,6 @@ from jaxstate.models.loaded_model import LoadedModel
 from jaxstate.serving import market
 from jaxstate.state import StepShape
 
-TASK_MODEL = common.ROOT / "bench" / "task" / "candles-1m"
 WINDOWS = (256, 512, 1024, 1536, 2048)  # tokens, the frozen beginning included
 QUICK_WINDOWS = (256, 512)
 RUNS = 2  # how often the whole stream is replaced before anything is compared
@@ -95,14 +92,10 @@ class Compared:
 
 
 def main() -> None:
-    """Parse arguments and run."""
-    parser = argparse.ArgumentParser(description="What sliding does to answers.")
-    parser.add_argument("--quick", action="store_true", help="two windows, few versions")
-    parser.add_argument("--out", type=pathlib.Path, help="write the JSON lines here, too")
-    args = parser.parse_args()
-    command = "python bench/bench_evict.py" + (" --quick" if args.quick else "")
-    report = Report("evict", command=command, quick=args.quick, path=args.out)
-    report.line(arm="machine", **common.machine_facts())
+    """Measure and report."""
+    args, report = common.start(
+        "evict", "What sliding does to answers.", quick="two windows, few versions"
+    )
     windows = QUICK_WINDOWS if args.quick else WINDOWS
     cells, sound = {}, []
     for stream, versions in ((task_stream(), 24), (market_stream(), 4)):
@@ -233,7 +226,7 @@ def market_stream() -> Stream:
 
 def task_stream() -> Stream:
     """Synthetic candles of the trained model, and questions of its task about the kept rows."""
-    model = loading.load(TASK_MODEL)
+    model = loading.load(common.TASK_MODEL)
     tokenizer = model.tokenizer
     assert tokenizer is not None
 

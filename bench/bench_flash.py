@@ -8,9 +8,7 @@ every bar means.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import pathlib
 import threading
 import time
 
@@ -29,7 +27,6 @@ from jaxstate.prepositioning import Entry
 from jaxstate.serving import market
 from jaxstate.serving.local_service import LocalService
 
-TASK_MODEL = common.ROOT / "bench" / "task" / "candles-1m"
 CONTEXT, QUESTIONS, QUESTION_TOKENS, ANSWER_TOKENS = 4096, 16, 24, 4
 BURST, HITS, WAIT_S = 20, 2000, 600.0
 HIT_MS = Limit(op="<=", value=0.2)
@@ -43,14 +40,8 @@ TAIL = Limit(op="<=", value=1.3)
 
 
 def main() -> None:
-    """Parse arguments and run."""
-    parser = argparse.ArgumentParser(description="Registered questions.")
-    parser.add_argument("--quick", action="store_true", help="one round")
-    parser.add_argument("--out", type=pathlib.Path, help="write the JSON lines here, too")
-    args = parser.parse_args()
-    command = "python bench/bench_flash.py" + (" --quick" if args.quick else "")
-    report = Report("flash", command=command, quick=args.quick, path=args.out)
-    report.line(arm="machine", **common.machine_facts())
+    """Measure and report."""
+    args, report = common.start("flash", "Registered questions.", quick="one round")
     model = loading.load(sources.resolve("smollm2-135m"))
     config = EngineConfig(num_pages=140, page_size=64, context_len=7680, evict_quantum=512)
     engine = Engine(model.params, model.config, config, tokenizer=model.tokenizer)
@@ -113,7 +104,7 @@ def resumed(
 
 def random_arrivals(report: Report, load: common.OtherLoad, *, seconds: float) -> None:
     """Random arrivals on the small model that was trained for candles."""
-    model = loading.load(TASK_MODEL)
+    model = loading.load(common.TASK_MODEL)
     config = EngineConfig(num_pages=96, page_size=64, context_len=2048, evict_quantum=256)
     engine = Engine(model.params, model.config, config, tokenizer=model.tokenizer)
     service = LocalService(engine, preposition=0)

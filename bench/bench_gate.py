@@ -8,9 +8,7 @@ gate_simulation.py says what they are like. For gate.table models answer, see ga
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import pathlib
 import zlib
 
 import common
@@ -36,14 +34,10 @@ TABLE = Limit(op="<", value=1)
 
 
 def main() -> None:
-    """Parse arguments and run."""
-    parser = argparse.ArgumentParser(description="The calibrated gate, simulated.")
-    parser.add_argument("--quick", action="store_true", help="one risk, fewer and shorter streams")
-    parser.add_argument("--out", type=pathlib.Path, help="write the JSON lines here, too")
-    args = parser.parse_args()
-    command = "python bench/bench_gate.py" + (" --quick" if args.quick else "")
-    report = Report("gate", command=command, quick=args.quick, path=args.out)
-    report.line(arm="machine", **common.machine_facts())
+    """Measure and report."""
+    args, report = common.start(
+        "gate", "The calibrated gate, simulated.", quick="one risk, fewer and shorter streams"
+    )
     valid(report, quick=args.quick)
     if not args.quick:
         beyond(report)
@@ -56,7 +50,7 @@ def main() -> None:
 def live(report: Report, *, quick: bool) -> None:
     """Write bar gate.table."""
     smollm2 = loading.load(sources.resolve("smollm2-135m"))
-    trained = loading.load(common.ROOT / "bench" / "task" / "candles-1m")
+    trained = loading.load(common.TASK_MODEL)
     streams = [
         gate_table.candles_1m(trained, 400 if quick else VERSIONS_TRAINED),
         gate_table.smollm2(smollm2, 40 if quick else VERSIONS_SMOLLM2),

@@ -7,13 +7,11 @@ SmolLM2-135M in 32-bit floats, 16 prompts of 24 tokens behind 2,048 common ones,
 
 from __future__ import annotations
 
-import argparse
-import pathlib
 import time
 
 import common
 import numpy as np
-from common import Limit, Report
+from common import Limit
 
 from jaxstate.config import EngineConfig
 from jaxstate.engine import Engine
@@ -25,14 +23,8 @@ TIME = Limit(op="<=", value=1.15)
 
 
 def main() -> None:
-    """Parse arguments and run."""
-    parser = argparse.ArgumentParser(description="Prompts with one beginning.")
-    parser.add_argument("--quick", action="store_true", help="one round")
-    parser.add_argument("--out", type=pathlib.Path, help="write the JSON lines here, too")
-    args = parser.parse_args()
-    command = "python bench/bench_prefix.py" + (" --quick" if args.quick else "")
-    report = Report("prefix", command=command, quick=args.quick, path=args.out)
-    report.line(arm="machine", **common.machine_facts())
+    """Measure and report."""
+    args, report = common.start("prefix", "Prompts with one beginning.", quick="one round")
     model = loading.load(sources.resolve("smollm2-135m"))
     config = EngineConfig(
         num_pages=140, page_size=64, context_len=7680, evict_quantum=512, prefix_share=0.5

@@ -19,7 +19,6 @@ from task.evaluate import Source, Tally
 from jaxstate.models import loading
 from jaxstate.models.params import num_params
 
-MODEL = common.ROOT / "bench" / "task" / "candles-1m"
 UNIT = "balanced accuracy"
 SHORT = (29, 56)  # rows: 262 to 505 tokens
 LONGER = {"1k": 113, "2k": 227, "4k": 454}  # rows: 1,018, 2,044 and 4,087 tokens
@@ -30,7 +29,9 @@ ABOVE = Limit(op=">=", value=0.2)
 def main() -> None:
     """Parse arguments and run."""
     parser = argparse.ArgumentParser(description="The task that a small model masters.")
-    parser.add_argument("--model", type=pathlib.Path, default=MODEL, help="checkpoint directory")
+    parser.add_argument(
+        "--model", type=pathlib.Path, default=common.TASK_MODEL, help="checkpoint directory"
+    )
     parser.add_argument("--quick", action="store_true", help="a tenth of the questions")
     parser.add_argument("--out", type=pathlib.Path, help="write the JSON lines here, too")
     args = parser.parse_args()

@@ -22,7 +22,6 @@ from jaxstate.models import loading, sources
 from jaxstate.models.loaded_model import LoadedModel
 from jaxstate.plan import AGE_S
 
-TASK_MODEL = common.ROOT / "bench" / "task" / "candles-1m"
 NONE = Limit(op="==", value=0)
 P99, LONGEST, AGE = (Limit(op="<=", value=value) for value in (8, 20, 1.0))
 PARTS = ("soak",)
@@ -40,7 +39,7 @@ def main() -> None:
     command += f" --only {args.only}" if args.only else ""
     report = Report("tenants", command=command, quick=args.quick, path=args.out)
     report.line(arm="machine", **common.machine_facts())
-    small = loading.load(TASK_MODEL)
+    small = loading.load(common.TASK_MODEL)
     load = common.OtherLoad(list)
     if "soak" in parts:
         soaks(small, report, load, quick=args.quick)

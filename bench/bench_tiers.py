@@ -8,13 +8,11 @@ means.
 
 from __future__ import annotations
 
-import argparse
-import pathlib
 import tempfile
 import time
 
 import common
-from common import Limit, Report
+from common import Limit
 
 from jaxstate.config import EngineConfig
 from jaxstate.engine import Engine
@@ -28,14 +26,10 @@ DISK = Limit(op="<=", value=0.05)
 
 
 def main() -> None:
-    """Parse arguments and run."""
-    parser = argparse.ArgumentParser(description="Sessions outside of the pool.")
-    parser.add_argument("--quick", action="store_true", help="a short context, few rounds")
-    parser.add_argument("--out", type=pathlib.Path, help="write the JSON lines here, too")
-    args = parser.parse_args()
-    command = "python bench/bench_tiers.py" + (" --quick" if args.quick else "")
-    report = Report("tiers", command=command, quick=args.quick, path=args.out)
-    report.line(arm="machine", **common.machine_facts())
+    """Measure and report."""
+    args, report = common.start(
+        "tiers", "Sessions outside of the pool.", quick="a short context, few rounds"
+    )
     model = loading.load(sources.resolve("smollm2-135m"))
     assert model.tokenizer is not None
     context, rounds = (1024, 3) if args.quick else (CONTEXT, 15)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import itertools
@@ -23,6 +24,7 @@ import numpy as np
 from jaxstate.models.config import ModelConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+TASK_MODEL = ROOT / "bench" / "task" / "candles-1m"
 MAX_OTHER_SHARE = 0.03  # of all processors; an idle machine's own threads take below 0.01
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -233,6 +235,23 @@ def resident_bytes() -> int:
     except OSError:
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def start(bench: str, description: str, *, quick: str) -> tuple[argparse.Namespace, Report]:
+    """Read --quick and --out, and begin a report with the facts of the machine.
+
+    Args:
+      bench: bench_<bench>.py.
+      quick: what is less of with --quick.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--out", type=pathlib.Path, help="write the JSON lines here, too")
+    args = parser.parse_args()
+    command = f"python bench/bench_{bench}.py" + (" --quick" if args.quick else "")
+    report = Report(bench, command=command, quick=args.quick, path=args.out)
+    report.line(arm="machine", **machine_facts())
+    return args, report
 
 
 class OtherLoad:

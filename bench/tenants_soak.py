@@ -118,8 +118,8 @@ def soak(model: LoadedModel, size: Size, swap_dir: pathlib.Path, seed: int) -> F
     flash = service.metrics.by_class[JobClass.FLASH]
     times = {
         job_class: Times(
-            sojourn_s=[one.sojourn_s or 0.0 for one in traffic.sent if _counts(one, job_class)],
-            wait_s=[one.wait_s or 0.0 for one in traffic.sent if _counts(one, job_class)],
+            sojourn_s=[one.sojourn_s for one in traffic.sent if _counts(one, job_class)],
+            wait_s=[one.wait_s for one in traffic.sent if _counts(one, job_class)],
         )
         for job_class in (JobClass.QUERY, JobClass.APPEND)
     }
@@ -149,7 +149,7 @@ def soak(model: LoadedModel, size: Size, swap_dir: pathlib.Path, seed: int) -> F
 
 
 def _counts(one: Sent, job_class: JobClass) -> bool:
-    return one.job_class is job_class and one.sojourn_s is not None
+    return one.job_class is job_class and not one.was_there
 
 
 def _compute_again(model: LoadedModel, size: Size, chosen: Sequence[Sent]) -> dict[str, Any]:

@@ -52,21 +52,22 @@ class Sent:
     question: Question | None = None
 
     @property
-    def sojourn_s(self) -> float | None:
-        """Seconds until it was done; None if the answer was there already."""
+    def was_there(self) -> bool:
+        """Whether the answer was there already, so that nothing was begun."""
+        return self.pending._ticket is None
+
+    @property
+    def sojourn_s(self) -> float:
+        """Seconds until it was done, of what was begun."""
         ticket = self.pending._ticket
-        if ticket is None:
-            return None
-        assert ticket.ended is not None
+        assert ticket is not None and ticket.ended is not None
         return ticket.ended - self.due
 
     @property
-    def wait_s(self) -> float | None:
-        """Seconds until it was begun; None if the answer was there already."""
+    def wait_s(self) -> float:
+        """Seconds until it was begun."""
         ticket = self.pending._ticket
-        if ticket is None:
-            return None
-        assert ticket.started is not None
+        assert ticket is not None and ticket.started is not None
         return ticket.started - self.due
 
 

@@ -62,7 +62,7 @@ class FlashQuery:
       fires: how often a gate answered; unchecked of those came since the last evaluation.
       disagreements: how often that was not the fresh answer.
       evaluations: how often it was computed.
-      tokens: forwarded for its answer, which served `served` times; wasted where that was none.
+      served: how often its answer was given; wasted are the tokens of those that never were.
       error: why it could not be computed, since the session last changed.
     """
 
@@ -80,7 +80,6 @@ class FlashQuery:
     unchecked: int = 0
     disagreements: int = 0
     evaluations: int = 0
-    tokens: int = 0
     served: int = 0
     wasted: int = 0
     error: BaseException | None = None
@@ -162,8 +161,9 @@ class FlashBoard:
                     version=answer.version,
                 )
             )
-        query.wasted += 0 if query.served else query.tokens
-        query.tokens, query.served = answer.tokens_forwarded, 0
+        if old is not None and not query.served:
+            query.wasted += old.tokens_forwarded
+        query.served = 0
         query.answer, query.answered_at = answer, now
         return True
 
@@ -183,17 +183,13 @@ class FlashBoard:
         query.stale_hits += age > 0
         return dataclasses.replace(query.answer, source=Source.FLASH, tokens_forwarded=0, age=age)
 
-    def gated(self, question: Question, version: int, risk: float | None) -> Answer | None:
+    def gated(self, query: FlashQuery, version: int, risk: float) -> Answer | None:
         """Return the answer of an older version if its gate fires, else None; source GATED.
 
-        Args:
-          risk: None = that of the registration, if it has one.
         Raises:
           InputError: a risk that no gate can keep.
         """
-        query = self._by_key.get(question.key)
-        risk = query.risk if query and risk is None else risk
-        if query is None or query.answer is None or risk is None:
+        if query.answer is None:
             return None
         age = version - query.answer.version
         evidence = query.stale.decide(risk, query.answer.certainty, age=age)

@@ -62,7 +62,7 @@ class Gate:
           InputError: a risk that no gate can keep.
         """
         found = self.calibration(risk)
-        if age > self.longest_age or not calibration.decide(found, gap):
+        if not calibration.decide(found, gap) or age > self.longest_age:
             return None
         return calibration.evidence(found, gap, age=age)
 

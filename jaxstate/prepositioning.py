@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,15 +99,15 @@ class Prepositions:
           most: entries taken from received questions; 0 = only what is declared.
         """
         self.ready: dict[tuple[int, ...], Ready] = {}
-        self.paid = 0
-        self.used = 0
         self._most = most
+        self._found: list[Entry] | None = None  # until something is declared or received
         self._declared: dict[tuple[int, ...], Entry] = {}
         self._received: collections.OrderedDict[tuple[int, ...], int] = collections.OrderedDict()
         self._failed: dict[tuple[int, ...], int] = {}
 
     def declare(self, entry: Entry) -> None:
         """Pay for an entry after every change of the session; one of equal tokens is replaced."""
+        self._found = None
         self._declared[entry.token_ids] = entry
         self.ready.pop(entry.token_ids, None)
 
@@ -118,6 +119,7 @@ class Prepositions:
         """Note a question that was asked."""
         if not self._most:
             return
+        self._found = None
         key = tuple(question)
         self._received[key] = self._received.get(key, 0) + 1
         self._received.move_to_end(key)
@@ -126,21 +128,32 @@ class Prepositions:
 
     def entries(self) -> list[Entry]:
         """All that is worth paying for: what was declared, then what was asked of late."""
-        recent = list(reversed(self._received.items()))
+        if self._found is None:
+            received = self._worth_paying()
+            self._found = [*self._declared.values(), *(Entry(token_ids=one) for one in received)]
+        return self._found
+
+    def _worth_paying(self) -> list[tuple[int, ...]]:
+        """Beginnings of questions that were asked, the newest first."""
+        shared = self._shared_lens()
         found: list[tuple[int, ...]] = []
-        for index, (question, times) in enumerate(recent):
-            length = len(question)
-            if times == 1:
-                ids = np.asarray(question, np.int32)
-                others = [np.asarray(other, np.int32) for other, _ in recent if other != question]
-                length = max((common_len(ids, other) for other in others), default=0)
+        for question, times in reversed(self._received.items()):
+            length = len(question) if times > 1 else shared[question]
             begin = question[:length]
             if length < FEWEST_TOKENS or len(found) == self._most:
                 continue
-            covered = any(one[:length] == begin for one in (*self._declared, *found))
-            if not covered and index < REMEMBERED:
+            if not any(one[:length] == begin for one in (*self._declared, *found)):
                 found.append(begin)
-        return [*self._declared.values(), *(Entry(token_ids=one) for one in found)]
+        return found
+
+    def _shared_lens(self) -> dict[tuple[int, ...], int]:
+        """Tokens that each question has in common with another: in order, with a neighbour."""
+        ordered = sorted(self._received)
+        shared = dict.fromkeys(ordered, 0)
+        for one, other in itertools.pairwise(ordered):
+            common = common_len(np.asarray(one, np.int32), np.asarray(other, np.int32))
+            shared[one], shared[other] = max(shared[one], common), max(shared[other], common)
+        return shared
 
     def outdated(self, version: int) -> list[Entry]:
         """Entries that are not paid for at this version, and may be."""
@@ -155,7 +168,6 @@ class Prepositions:
 
     def note(self, entry: Entry, version: int, context_len: int, paid: PaidTail) -> None:
         """Keep what an entry led to; of older versions the newest stays, without its cells."""
-        self.paid += 1
         count = len(entry.token_ids)
         self.ready[entry.token_ids] = Ready(
             version=version,

@@ -125,8 +125,9 @@ class Tiers:
             if self._pages.num_free >= count:
                 return
             size = len(self._own_pages(session)) * self._page_bytes
-            if size and (self.swap_dir or self._has_room(size)):
-                self.move_out(session, "host" if self._has_room(size) else "disk")
+            fits = self._make_room(size)
+            if size and (fits or self.swap_dir):
+                self.move_out(session, "host" if fits else "disk")
 
     def forget_paid(self, session: Session) -> None:
         """Give back what was forwarded ahead of questions."""
@@ -149,7 +150,7 @@ class Tiers:
             self.forget_paid(session)
             pages = sorted(self._own_pages(session))
             size = len(pages) * self._page_bytes
-            if tier == "host" and not self._has_room(size):
+            if tier == "host" and not self._make_room(size):
                 raise CapacityError(
                     f"host_bytes: {size} more are needed, {self.bytes_held('host')} of "
                     f"{self.host_limit} are in use; start with more, or with a swap_dir"
@@ -164,7 +165,7 @@ class Tiers:
             session.stored = stored
             self.moved_out += 1
         if tier == "disk" and stored.parts is not None:
-            self._write(stored, session)
+            self._write(stored)
 
     def bring_back(self, session: Session) -> None:
         """Bring a session's cells back into the pool, if they are not there.
@@ -206,7 +207,7 @@ class Tiers:
     def _page_bytes(self) -> int:
         return self._pages.page_size * self._executor.model.bytes_per_cell
 
-    def _has_room(self, size: int) -> bool:
+    def _make_room(self, size: int) -> bool:
         """Make room in host memory, as far as there is a disk: whether `size` bytes fit."""
         if size > self.host_limit:
             return False
@@ -217,7 +218,7 @@ class Tiers:
             if self.swap_dir is None or self.bytes_held("host") + size <= self.host_limit:
                 break
             assert session.stored is not None
-            self._write(session.stored, session)
+            self._write(session.stored)
         return self.bytes_held("host") + size <= self.host_limit
 
     def _idle(self) -> list[Session]:
@@ -235,7 +236,7 @@ class Tiers:
         seen = collections.Counter(entry.page for table in tables for entry in table)
         return [p for p, times in seen.items() if self._pages.header(p).references == times]
 
-    def _write(self, stored: Stored, session: Session) -> None:
+    def _write(self, stored: Stored) -> None:
         """Write a session's cells to a file of its own: aside, then renamed."""
         assert self.swap_dir is not None and stored.parts is not None
         path = self.swap_dir / f"{os.getpid()}-{next(self._names)}.kv"

@@ -695,13 +695,12 @@ class Verbs:
         yield from tail.forward(answer[-1:], want_last=False)
         entries = tail.entries()
         self.pages.hold(entries)
-        self.tiers.forget_paid(session)
         self.pages.drop(session.entries)
         session.entries = entries
         session.token_ids.extend([*ids.tolist(), *answer])
         if dropped:
             self._drop_oldest(session, dropped)
-        session.version += 1
+        self._advance_version(session)
 
 
 def _logits_at(ready: NextToken, token_ids: Sequence[int]) -> list[float]:

@@ -327,7 +327,6 @@ class LocalService:
         """
 
         def declare() -> None:
-            self._engine.session(session_id)
             self._engine.verbs.check_entry(session_id, header.token_ids)
             self._prepositions[session_id].declare(header)
 
@@ -449,7 +448,7 @@ class LocalService:
     def _gated(self, session_id: str, query: FlashQuery, risk: float, entry: From) -> Answer | None:
         """Answer at a risk from what is at hand, if its gate fires."""
         version = self._versions[session_id]
-        answer = self._boards[session_id].gated(query.question, version, risk)
+        answer = self._boards[session_id].gated(query, version, risk)
         if answer is not None or entry == "question":
             return answer
         ready = self._prepositions[session_id].ready
@@ -601,12 +600,10 @@ class LocalService:
         for ticket in [ticket for ticket in self._appending if ticket.is_over]:
             del self._appending[ticket]
             if ticket.state is State.DONE:
-                # From here on no answer of the version before is served as current.
-                self._versions[ticket.session] = ticket.result
                 self._boards[ticket.session].forget_errors()
-        for session in self._engine.verbs.sessions.values():
-            if session.rebuilt and session.session_id in self._versions:
-                self._versions[session.session_id] = session.version
+        # From here on no answer of a version before is served as current.
+        for session_id in self._versions:
+            self._versions[session_id] = self._engine.session(session_id).version
         for ticket in [ticket for ticket in self._evaluating if ticket.is_over]:
             board, query = self._evaluating.pop(ticket)
             if ticket.state is State.DONE:
@@ -616,7 +613,6 @@ class LocalService:
                 query.error = ticket.error
             if not board.outdated(self._versions.get(ticket.session, -1)):
                 self._outdated_since.pop(ticket.session, None)
-
         for ticket in [ticket for ticket in self._advancing if ticket.is_over]:
             prepositions, entry, version = self._advancing.pop(ticket)
             session = self._engine.verbs.sessions.get(ticket.session)

@@ -105,12 +105,8 @@ def _compiled():
 
 @pytest.fixture
 def engine():
-    engine = _compiled()
-    yield engine
-    for session in engine.session_ids:
-        engine.close(session)
-    engine.verbs.prefixes.tree.clear()
-    assert engine.cells_held == 0
+    with tiny_engine.left_empty(_compiled()) as engine:
+        yield engine
 
 
 def _answer(engine, ids, **how):

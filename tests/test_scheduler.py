@@ -27,11 +27,8 @@ def _compiled():
 @pytest.fixture
 def engine():
     """An engine without sessions, which must have none of its pages held at the end."""
-    engine = _compiled()
-    yield engine
-    for session in engine.session_ids:
-        engine.close(session)
-    assert engine.cells_held == 0
+    with tiny_engine.left_empty(_compiled()) as engine:
+        yield engine
 
 
 class Many:

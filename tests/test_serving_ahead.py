@@ -26,13 +26,10 @@ def _compiled():
 
 @pytest.fixture
 def service():
-    engine = _compiled()
-    service = LocalService(engine)
-    yield service
-    service.close()
-    for session in engine.session_ids:
-        engine.close(session)
-    assert engine.cells_held == 0
+    with tiny_engine.left_empty(_compiled()) as engine:
+        service = LocalService(engine)
+        yield service
+        service.close()
 
 
 def _ids(seed, count=6):

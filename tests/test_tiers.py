@@ -23,10 +23,8 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture
 def engine(compiled):
-    yield compiled
-    for session in compiled.session_ids:
-        compiled.close(session)
-    assert compiled.cells_held == 0
+    with tiny_engine.left_empty(compiled):
+        yield compiled
     tiers = compiled.verbs.tiers
     assert (tiers.bytes_held("host"), tiers.bytes_held("disk")) == (0, 0)
     assert list(tiers.swap_dir.iterdir()) == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +57,16 @@ def build(*, tokenizer=None, progress=None, **changes) -> Engine:
         return Engine(
             params(), MODEL, engine_config(**changes), tokenizer=tokenizer, progress=progress
         )
+
+
+@contextlib.contextmanager
+def left_empty(engine: Engine) -> Iterator[Engine]:
+    """Lend an engine that others use later: nothing may be held once its sessions are closed."""
+    yield engine
+    for session in engine.session_ids:
+        engine.close(session)
+    engine.verbs.prefixes.tree.clear()
+    assert engine.cells_held == 0
 
 
 class LetterTokenizer:
