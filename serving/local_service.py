@@ -459,6 +459,7 @@ class LocalService:
             age = version - answer.version
             evidence = gate.decide(risk, answer.certainty, age=age)
             if evidence:
+                query.fires += 1
                 text = self._engine.verbs.text(answer.token_ids)
                 return dataclasses.replace(answer, text=text, age=age, evidence=evidence)
         return None
