@@ -77,7 +77,7 @@ class Metrics:
         figures.tokens += ticket.tokens_forwarded
         assert ticket.ended is not None
         if ticket.started is not None:
-            figures.wait_s.append(ticket.started - ticket.submitted)
+            figures.wait_s.append(max(ticket.started - ticket.submitted, 0.0))  # promoted since
         if ticket.state is State.DONE:
             assert ticket.started is not None
             figures.service_s.append(ticket.ended - ticket.started)

@@ -45,9 +45,9 @@ class Ticket:
     Attributes:
       job_id: its id; later ones are larger.
       job_class, session, deadline: see plan.Job.
-      submitted: seconds on the caller's clock.
+      submitted: seconds on the caller's clock; of one that was promoted, when that was.
       state: see State.
-      tokens: drawn so far and not yet taken by the caller.
+      tokens: drawn so far.
       result: what the verb returned, once DONE.
       error: what it raised, once FAILED.
       tokens_forwarded: for it.
@@ -60,7 +60,7 @@ class Ticket:
     deadline: float
     submitted: float
     state: State = State.WAITING
-    tokens: collections.deque[Token] = dataclasses.field(default_factory=collections.deque)
+    tokens: list[Token] = dataclasses.field(default_factory=list)
     result: Any = None
     error: BaseException | None = None
     tokens_forwarded: int = 0
@@ -172,6 +172,17 @@ class Scheduler:
         self._running[job_id] = running
         self.waiting[job_class] += 1
         return ticket
+
+    def promote(self, ticket: Ticket, job_class: JobClass, now: float) -> None:
+        """Let a verb go on as one of a more urgent class: from now on somebody waits for it."""
+        running = self._running.get(ticket.job_id)
+        if running is None or job_class >= ticket.job_class:
+            return
+        self.waiting[ticket.job_class] -= 1
+        self.waiting[job_class] += 1
+        ticket.job_class, ticket.submitted = job_class, now
+        arrived = running.job.arrived if running.job.decodes else now
+        running.job = dataclasses.replace(running.job, job_class=job_class, arrived=arrived)
 
     def cancel(self, ticket: Ticket, now: float) -> bool:
         """End a verb where it is and give its cells back at once; False if it goes on or is over.

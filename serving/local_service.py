@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Unpack
 
 from jaxstate import drift
-from jaxstate.answer import Answer, Evidence, Token
+from jaxstate.answer import Answer, Evidence, Source, Token
 from jaxstate.calibration import ShadowSample
 from jaxstate.engine import Engine
 from jaxstate.errors import (
@@ -62,6 +62,7 @@ class Pending:
         self._changed = changed
         self._ticket = ticket
         self._result = result
+        self._taken = 0  # tokens
         self._cancel: Callable[[], Any] = lambda: None
 
     @property
@@ -98,9 +99,9 @@ class Pending:
             return
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: ticket.tokens or ticket.is_over)
-                tokens = list(ticket.tokens)
-                ticket.tokens.clear()
+                self._changed.wait_for(lambda: len(ticket.tokens) > self._taken or ticket.is_over)
+                tokens = ticket.tokens[self._taken :]
+                self._taken += len(tokens)
             yield from tokens
             if not tokens:
                 self.result()
@@ -109,6 +110,21 @@ class Pending:
     def cancel(self) -> None:
         """End it at the next step; an append that has begun goes on."""
         self._cancel()
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Evaluation:
+    """A registered question that is being answered.
+
+    Attributes:
+      version: of its session, when it was submitted.
+      asked: callers that wait for it.
+    """
+
+    board: FlashBoard
+    query: FlashQuery
+    version: int
+    asked: int = 0
 
 
 class LocalService:
@@ -153,7 +169,7 @@ class LocalService:
         self._boards: dict[str, FlashBoard] = {}
         self._prepositions: dict[str, Prepositions] = {}
         self._advancing: dict[Ticket, tuple[Prepositions, Entry, int]] = {}  # version
-        self._evaluating: dict[Ticket, tuple[FlashBoard, FlashQuery]] = {}
+        self._evaluating: dict[Ticket, _Evaluation] = {}
         self._appending: dict[Ticket, int] = {}  # tokens
         self._outdated_since: dict[str, float] = {}
         self._versions: dict[str, int] = {}  # computed, of open sessions
@@ -282,12 +298,14 @@ class LocalService:
                 return Pending(self._changed, None, answer)
 
         def submit(pending: Pending) -> None:
-            if query is None:
+            if query is None or not board:
                 self._prepositions[session_id].receive(question.token_ids)
-            gate = None
-            if query and risk is not None:
+                self._submit_question(pending, session_id, question, JobClass.QUERY, **how)
+            elif risk is not None:
                 gate = functools.partial(_first_token, query, risk)
-            self._submit_question(pending, session_id, question, JobClass.QUERY, gate=gate, **how)
+                self._submit_evaluation(pending, session_id, query, asked=1, gate=gate, **how)
+            elif not self._join(pending, session_id, query, **how):
+                self._submit_evaluation(pending, session_id, query, asked=1, **how)
 
         return self._pending(JobClass.QUERY, submit)
 
@@ -486,10 +504,10 @@ class LocalService:
         job_class: JobClass,
         *,
         gate: Callable[[float], Evidence | None] | None = None,
+        keep: bool = False,
         **how: Any,
     ) -> None:
         verbs = self._engine.verbs
-        keep = job_class is JobClass.FLASH
         if question.choices:
             begin = functools.partial(verbs.choose, choices=question.choices, gate=gate, keep=keep)
             cells = len(question.token_ids)
@@ -500,6 +518,33 @@ class LocalService:
             )  # fmt: skip
             cells = len(question.token_ids) + question.max_new_tokens
         self._submit(pending, begin, session_id, question.token_ids, job_class, cells=cells, **how)
+
+    def _submit_evaluation(
+        self, pending: Pending, session_id: str, query: FlashQuery, *, asked: int, **how: Any
+    ) -> None:
+        """Have a registered question answered, in idle time or for a caller who waits for it."""
+        job_class = JobClass.QUERY if asked else JobClass.FLASH
+        self._submit_question(pending, session_id, query.question, job_class, keep=True, **how)
+        assert pending._ticket is not None
+        self._evaluating[pending._ticket] = _Evaluation(
+            board=self._boards[session_id], query=query, version=self._versions[session_id],
+            asked=asked,
+        )  # fmt: skip
+
+    def _join(
+        self, pending: Pending, session_id: str, query: FlashQuery, *, deadline_s: float = math.inf
+    ) -> bool:
+        """Let a caller wait for the evaluation that is under way, if there is one to wait for."""
+        for ticket, evaluation in self._evaluating.items():
+            begun = ticket.state is State.RUNNING or ticket.deadline == deadline_s == math.inf
+            current = evaluation.version == self._versions[session_id]
+            if evaluation.query is not query or ticket.is_over or not begun or not current:
+                continue
+            evaluation.asked += 1
+            self._scheduler.promote(ticket, JobClass.QUERY, self._clock())
+            self._attach(pending, ticket)
+            return True
+        return False
 
     def _submit_entry(self, pending: Pending, session_id: str, entry: Entry, **how: Any) -> None:
         begin = functools.partial(
@@ -554,9 +599,17 @@ class LocalService:
     def _attach(self, pending: Pending, ticket: Ticket) -> None:
         pending._ticket = ticket
 
+        def give_up() -> None:
+            evaluation = self._evaluating.get(ticket)
+            if evaluation:
+                evaluation.asked -= 1
+            if not evaluation or not evaluation.asked:
+                self._scheduler.cancel(ticket, self._clock())
+
         def cancel() -> None:
             with self._changed:
-                self._enqueue(lambda: self._scheduler.cancel(ticket, self._clock()))
+                self._enqueue(give_up)
+            pending._cancel = lambda: None  # it gives up its own part only, and once
 
         pending._cancel = cancel
 
@@ -606,10 +659,10 @@ class LocalService:
         for session_id in self._versions:
             self._versions[session_id] = self._engine.session(session_id).version
         for ticket in [ticket for ticket in self._evaluating if ticket.is_over]:
-            board, query = self._evaluating.pop(ticket)
+            evaluation = self._evaluating.pop(ticket)
+            board, query = evaluation.board, evaluation.query
             if ticket.state is State.DONE:
-                if board.note(query, ticket.result, self._clock()):
-                    self._sample_headers(ticket.session, query, ticket.result)
+                self._note_evaluation(ticket, evaluation)
             elif ticket.error is not None:
                 query.error = ticket.error
             if not board.outdated(self._versions.get(ticket.session, -1)):
@@ -621,6 +674,15 @@ class LocalService:
                 prepositions.note(entry, version, session.context_len, ticket.result)
             elif ticket.error is not None:
                 prepositions.fail(entry, version)
+
+    def _note_evaluation(self, ticket: Ticket, evaluation: _Evaluation) -> None:
+        """Keep what was computed in full as the registered question's answer."""
+        answer: Answer = ticket.result
+        if answer.source is Source.GATED:
+            return
+        if evaluation.board.note(evaluation.query, answer, self._clock()):
+            evaluation.query.served += evaluation.asked
+            self._sample_headers(ticket.session, evaluation.query, answer)
 
     def _sample_headers(self, session_id: str, query: FlashQuery, fresh: Answer) -> None:
         """Compare what declared headers led to with a fresh answer."""
@@ -656,19 +718,19 @@ class LocalService:
 
     def _evaluate(self) -> None:
         """Submit what registered questions lack, together, where no append is on its way."""
-        busy = {ticket.session for ticket in (*self._appending, *self._evaluating)}
+        busy = {ticket.session for ticket in self._appending}
+        under_way = {id(evaluation.query) for evaluation in self._evaluating.values()}
         for session_id, board in self._boards.items():
             if session_id in busy:
                 continue
             for query in board.outdated(self._versions[session_id]):
+                if id(query) in under_way:
+                    continue
                 pending = Pending(self._changed, None)
                 try:
-                    self._submit_question(pending, session_id, query.question, JobClass.FLASH)
+                    self._submit_evaluation(pending, session_id, query, asked=0)
                 except JaxStateError as error:
                     query.error = error
-                    continue
-                assert pending._ticket is not None
-                self._evaluating[pending._ticket] = (board, query)
 
     def _drop_evaluations(self, session_id: str) -> None:
         """End evaluations of a version that is about to pass, so that a burst is evaluated once.
@@ -678,7 +740,8 @@ class LocalService:
         """
         now = self._clock()
         outdated_s = now - self._outdated_since.setdefault(session_id, now)
-        for ticket in [one for one in self._evaluating if one.session == session_id]:
+        unasked = [ticket for ticket, one in self._evaluating.items() if not one.asked]
+        for ticket in [one for one in unasked if one.session == session_id]:
             if ticket.state is State.WAITING or outdated_s < AGE_S[JobClass.FLASH]:
                 self._scheduler.cancel(ticket, now)
         for ticket in [one for one in self._advancing if one.session == session_id]:

@@ -123,10 +123,11 @@ def test_a_gate_answers_from_an_older_version_only_at_a_risk_it_has_measured(ser
     assert said is not None and said.gap > said.tau and said.bound <= said.risk == 0.3
     assert query.fires == 1
     # Without a risk, or at one that was not shown, the answer is the full one.
-    for risk in (None, 0.01):
+    for version, risk in ((701, 0.01), (702, None)):
         full = _ask(service, session, question, risk=risk)
-        assert (full.version, full.evidence) == (701, None)
+        assert (full.version, full.evidence) == (version, None)
         assert full.source in (Source.COMPUTED, Source.RESUMED)
+        append(version)
     with pytest.raises(InputError, match="risk"):
         service.query(session, question, risk=0.9)
 

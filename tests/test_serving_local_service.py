@@ -186,6 +186,54 @@ def test_a_question_does_not_wait_for_a_long_prefix_of_another_session(service, 
     assert short.ended < long.ended
 
 
+def test_callers_of_a_registered_question_share_one_computation_which_becomes_its_answer(
+    service, monkeypatch
+):
+    monkeypatch.setattr(service, "_evaluate", lambda: None)  # as if it had no idle time
+    context, question = tiny_engine.random_ids(1, 20), _question(1, count=9)
+    session = service.create(context)
+    query = service.register(session, question)
+    service.append(session, tiny_engine.random_ids(2, 3)).result(WAIT_S)
+    before = service._engine.executor.tokens_forwarded
+    release = _hold(service)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(service.query, session, question) for _ in range(3)]
+        _wait_for_commands(service, 3)
+        release.set()
+        first, *others = [one.result(WAIT_S) for one in asking]
+    first.cancel()
+    first.cancel()  # its own part, once
+    wanted = _greedy([*context, *tiny_engine.random_ids(2, 3)], question)
+    for pending in others:
+        assert tuple(token.token_id for token in pending) == wanted
+        answer = pending.result(WAIT_S)
+        assert (answer.token_ids, answer.version) == (wanted, 1)
+    assert query.evaluations == 1
+    assert service._engine.executor.tokens_forwarded - before == 5 + 9 - 1
+    found = service.query(session, question).result(WAIT_S)
+    assert (found.token_ids, found.source, found.age) == (wanted, Source.FLASH, 0)
+
+
+def test_an_evaluation_that_someone_waits_for_is_not_dropped_for_an_append(service):
+    context, question = tiny_engine.random_ids(1, 20), _question(1, count=40)
+    session = service.create(context)
+    query = service.register(session, question)
+    release = _hold(service)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        asking = pool.submit(service.query, session, question)
+        _wait_for_commands(service, 1)
+        appending = pool.submit(service.append, session, tiny_engine.random_ids(2, 3))
+        _wait_for_commands(service, 2)
+        release.set()
+        asked, appended = asking.result(WAIT_S), appending.result(WAIT_S)
+    answer = asked.result(WAIT_S)
+    assert (answer.token_ids, answer.version) == (_greedy(context, question), 0)
+    assert appended.result(WAIT_S) == 1
+    service.wait_until_idle(WAIT_S)
+    assert query.answer is not None and query.answer.version == 1
+    assert query.evaluations == 2
+
+
 def test_choices_are_registered_like_other_questions(service):
     context = tiny_engine.random_ids(1, 20)
     session = service.create(context)
