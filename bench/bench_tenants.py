@@ -1,6 +1,6 @@
 """Many sessions on one engine: do they harm each other, and does anything stay behind?
 
-    python bench/bench_tenants.py [--quick] [--only soak] [--out FILE]
+    python bench/bench_tenants.py [--quick] [--only soak|phase|overload] [--out FILE]
 
 In process, on the model of 1.1M parameters that was trained for candles; once on SmolLM2-135M.
 bench/README.md says what every bar means.
@@ -14,8 +14,10 @@ import tempfile
 
 import common
 import numpy as np
+import tenants_phase
 import tenants_soak
 from common import Limit, Report
+from tenants_phase import Waits
 from tenants_soak import Found, Size
 
 from jaxstate.models import loading, sources
@@ -23,8 +25,9 @@ from jaxstate.models.loaded_model import LoadedModel
 from jaxstate.plan import AGE_S
 
 NONE = Limit(op="==", value=0)
+WITHIN = Limit(op="<=", value=1.0)
 P99, LONGEST, AGE = (Limit(op="<=", value=value) for value in (8, 20, 1.0))
-PARTS = ("soak",)
+PARTS = ("soak", "phase", "overload")
 
 
 def main() -> None:
@@ -43,6 +46,10 @@ def main() -> None:
     load = common.OtherLoad(list)
     if "soak" in parts:
         soaks(small, report, load, quick=args.quick)
+    if "phase" in parts:
+        phase(small, report, load, count=30 if args.quick else 100)
+    if "overload" in parts:
+        overload(small, report, load, seconds=10 if args.quick else 60)
     report.table()
 
 
@@ -98,6 +105,43 @@ def waits(found: Found, report: Report, spoiled: str | None) -> None:
             f"tenants.wait.{name}", max(measured.values()), limit, unit=unit, n=n,
             spoiled=spoiled, by_class=measured, sojourn=by_class, busy=found.busy,
         )  # fmt: skip
+
+
+def phase(model: LoadedModel, report: Report, load: common.OtherLoad, *, count: int) -> None:
+    """Write the worst wait of a question beside a long append."""
+    waits = tenants_phase.phases(model, count)
+    load.end("phase")
+    report.bar(
+        "tenants.phase", max(waits.first_s) / (waits.idle_s + waits.step_s), WITHIN,
+        unit="x (idle + the longest step), to the first token, worst", n=count,
+        spoiled=load.reason("phase"), **beside(waits),
+    )  # fmt: skip
+
+
+def overload(model: LoadedModel, report: Report, load: common.OtherLoad, *, seconds: float) -> None:
+    """Write how questions fare beside too many appends, and what became of those."""
+    found = tenants_phase.overload(model, seconds)
+    load.end("overload")
+    waits = found.waits
+    bounded = found.deepest <= tenants_phase.MAX_WAITING
+    report.bar(
+        "overload", float(np.percentile(waits.first_s, 99)) / (waits.idle_s + 2 * waits.step_s),
+        WITHIN, unit="x (idle + 2 of the longest steps), to the first token, p99",
+        n=len(waits.first_s), spoiled=load.reason("overload"),
+        sound=bounded and not found.lost and found.refused > 0 and found.least_hint_s > 0,
+        **beside(waits), capacity_per_s=found.capacity, accepted=found.accepted,
+        refused=found.refused, least_hint_s=found.least_hint_s, deepest_queue=found.deepest,
+        max_waiting=tenants_phase.MAX_WAITING, sessions_that_lost=found.lost, seconds=seconds,
+    )  # fmt: skip
+
+
+def beside(waits: Waits) -> dict[str, float]:
+    """Name what a bar of waiting was made of."""
+    return {
+        "idle_s": waits.idle_s, "step_s": waits.step_s, "first_p50_s": common.median(waits.first_s),
+        "first_longest_s": max(waits.first_s), "begun_p50_s": common.median(waits.begun_s),
+        "begun_longest_s": max(waits.begun_s),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ asks again; a simulator drives the same function with recorded arrivals.
 The order: running answers first, each its next token; then what has waited past its class's limit;
 then by class, questions before appends before what nobody waits for. Work that nobody waits for
 (Flash evaluations, pre-positioning, maintenance) runs in steps that would be idle, until it is
-overdue. A step is bounded in tokens, so that a question waits for one step at most.
+overdue. A step is bounded in tokens, and one that begins questions holds no appends but what is
+overdue, so that a question waits for one step and for its own.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Job:
       outputs: rows of output it needs in the step that forwards its last token.
       pages: to be reserved before it starts, all that it can ever need; 0 once it has started.
       arrived: seconds on any clock; of a running answer, when its last token was drawn.
+      ran: on the same clock, when some of it ran last; only of one that has started.
       deadline: on the same clock; a job that has not started by then is not run.
       after: jobs that must be done before.
       exclusive: it runs beside nothing else of its session, behind what came before it there and
@@ -64,6 +66,7 @@ class Job:
     outputs: int = 1
     pages: int = 0
     arrived: float
+    ran: float = 0.0
     deadline: float = math.inf
     after: frozenset[int] = frozenset()
     exclusive: bool = False
@@ -77,6 +80,9 @@ AGE_S: Mapping[JobClass, float] = {
     JobClass.MAINTENANCE: 300.0,
 }
 """Seconds after which a waiting job is overdue and goes before those that are not."""
+
+AGE_STARTED = 0.1
+"""Of its class's limit, for which an overdue job that has got tokens is not overdue again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,9 +145,10 @@ def plan(jobs: Sequence[Job], limits: Limits, free_pages: int, now: float) -> St
 
     With more running answers than rows, those go on whose last token is oldest; while questions
     wait, they leave a row and a quarter of the tokens to one. Overdue work that nobody waits for
-    takes at most half of what running answers leave, so that questions go on. Where the first in
-    line is short of pages, others may pass it until it is overdue; from then on pages are kept
-    for it.
+    takes at most half of what running answers leave, and overdue appends the same while questions
+    wait, so that those go on. Appends that are not overdue leave a step to the questions that begin
+    in it. Where the first in line is short of pages, others may pass it until it is overdue; from
+    then on pages are kept for it.
 
     Args:
       free_pages: pages that no one holds or has reserved.
@@ -150,7 +157,8 @@ def plan(jobs: Sequence[Job], limits: Limits, free_pages: int, now: float) -> St
     runnable = _runnable([job for job in jobs if job.job_id not in expired])
     waiting = [job for job in runnable if not job.decodes]
     most_decodes = min(limits.rows, limits.tokens)
-    if any(job.job_class is JobClass.QUERY for job in waiting):
+    asking = {job.job_id for job in waiting if job.job_class is JobClass.QUERY}
+    if asking:
         most_decodes = max(min(limits.rows - 1, limits.tokens * 3 // 4), 1)
     decodes = sorted(
         (job for job in runnable if job.decodes), key=lambda job: (job.arrived, job.job_id)
@@ -166,21 +174,28 @@ def plan(jobs: Sequence[Job], limits: Limits, free_pages: int, now: float) -> St
     def overdue_since(job: Job) -> float:
         return job.arrived + limits.age_s[job.job_class]
 
+    def is_overdue(job: Job) -> bool:
+        rests = job.started and job.ran + limits.age_s[job.job_class] * AGE_STARTED > now
+        return overdue_since(job) <= now and not rests
+
     def by_class(job: Job):
         return job.job_class, job.deadline, turns[job.job_id], job.arrived, job.job_id
 
-    overdue = [job for job in waiting if overdue_since(job) <= now]
+    overdue = [job for job in waiting if is_overdue(job)]
     overdue.sort(key=lambda job: (overdue_since(job), job.job_id))
-    fresh = sorted((job for job in waiting if overdue_since(job) > now), key=by_class)
+    fresh = sorted((job for job in waiting if not is_overdue(job)), key=by_class)
     foreground = [job for job in fresh if not job.job_class.is_background]
-    waited_for = bool(foreground) or any(not job.job_class.is_background for job in overdue)
-    half = step.tokens // 2 if waited_for else step.tokens
+    waited_for = any(not job.job_class.is_background for job in waiting)
+    half = step.tokens // 2
     for job in overdue:
-        if job.job_class.is_background:
+        bounded = waited_for if job.job_class.is_background else bool(asking)
+        if bounded and job.job_class is not JobClass.QUERY:
             half -= step.take(job, most=half, keep_pages=True)
         else:
             step.take(job, most=step.tokens, keep_pages=True)
     for job in foreground:
+        if job.job_class is not JobClass.QUERY and asking & {one.job_id for one in step.pieces}:
+            break
         step.take(job, most=step.tokens, keep_pages=False)
     if not decodes and not step.pieces:
         for job in fresh[len(foreground) :]:

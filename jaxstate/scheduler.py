@@ -383,6 +383,7 @@ class Scheduler:
         running.job = dataclasses.replace(
             running.job, tokens=item.tokens, least=item.least, outputs=item.outputs, pages=0,
             started=True, decodes=is_answer, arrived=now if is_answer else running.job.arrived,
+            ran=now,
         )  # fmt: skip
 
     def _fail(self, running: _Running, error: BaseException, now: float) -> None:

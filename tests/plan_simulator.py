@@ -101,7 +101,7 @@ def simulate(
             job = jobs[piece.job_id]
             held.setdefault(job.job_id, job.pages)
             jobs[job.job_id] = dataclasses.replace(
-                job, tokens=job.tokens - piece.tokens, started=True, pages=0
+                job, tokens=job.tokens - piece.tokens, started=True, pages=0, ran=now
             )
         for index in (*step.decodes, *(piece.job_id for piece in step.pieces if piece.last)):
             outcome = outcomes[index]
@@ -110,7 +110,7 @@ def simulate(
             left[index] -= 1
             if left[index] > 0:
                 jobs[index] = dataclasses.replace(
-                    jobs[index], tokens=1, decodes=True, arrived=now, outputs=1
+                    jobs[index], tokens=1, decodes=True, arrived=now, ran=now, outputs=1
                 )
             else:
                 outcome.ended = age

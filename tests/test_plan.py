@@ -105,15 +105,27 @@ def test_something_runs_whenever_something_can(drawn):
     assert bool(step.tokens) == bool(jobs)
 
 
-def test_running_answers_come_first_and_a_question_joins_their_step():
+def test_running_answers_come_first_and_a_question_joins_their_step_without_appends():
     answers = [_job(n, tokens=1, decodes=True, started=True) for n in range(3)]
     append = _job(5, JobClass.APPEND, tokens=100, outputs=0)
     question = _job(9, tokens=20)
     step = plan([append, question, *answers], LIMITS, 10, now=0.1)
     assert step.decodes == (0, 1, 2)
-    assert step.pieces == (
-        Piece(job_id=9, tokens=20, last=True), Piece(job_id=5, tokens=9, last=False),
-    )  # fmt: skip
+    assert step.pieces == (Piece(job_id=9, tokens=20, last=True),)
+    step = plan([append, *answers], LIMITS, 10, now=0.1)
+    assert step.pieces == (Piece(job_id=5, tokens=29, last=False),)
+
+
+def test_an_overdue_append_has_half_of_a_step_beside_a_question():
+    question = _job(9, tokens=20, arrived=3.0)
+    for changes, tokens in (
+        ({"arrived": 0.9}, 16), ({"arrived": 1.1}, 0),
+        ({"started": True, "ran": 2.7}, 16), ({"started": True, "ran": 2.9}, 0),
+        ({"started": True, "ran": 2.7, "arrived": 1.1}, 0),
+    ):  # fmt: skip
+        append = _job(5, JobClass.APPEND, tokens=100, outputs=0, **changes)
+        pieces = _pieces(plan([append, question], LIMITS, 10, now=3.0))
+        assert pieces == ({5: tokens, 9: 16} if tokens else {9: 20})
 
 
 def test_more_answers_than_rows_take_turns_and_leave_a_row_to_a_question():
@@ -250,6 +262,9 @@ def test_a_question_starts_in_the_step_after_it_came_whatever_else_waits():
     longest_step = 0.004 + 0.064
     for outcome in record.outcomes[len(appends) :]:
         assert outcome.started <= longest_step + 1e-9
+    for _, step, _ in record.steps:
+        kinds = {arrivals[piece.job_id].job_class for piece in step.pieces}
+        assert len(kinds) <= 1  # a question's own step holds no appends
 
 
 def test_overdue_appends_go_on_under_a_flood_of_questions():
@@ -261,7 +276,8 @@ def test_overdue_appends_go_on_under_a_flood_of_questions():
     append = Arrival(at=0.0, job_class=JobClass.APPEND, session="feed", tokens=200)
     arrivals = [append, *flood]
     outcome = simulate(arrivals, Limits(tokens=32, rows=4)).outcomes[0]
-    assert outcome.ended <= AGE_S[JobClass.APPEND] + 1.0
+    # Half of a step, every tenth of its limit.
+    assert outcome.ended <= AGE_S[JobClass.APPEND] * (1 + 0.1 * 200 / 16) + 1.0
 
 
 def test_ended_requests_give_all_pages_back():
