@@ -22,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstate.models.config import ModelConfig
+from jaxstate.serving import candle_rows
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TASK_MODEL = ROOT / "bench" / "task" / "candles-1m"
+TASK_MODEL = candle_rows.MODEL
 MAX_OTHER_SHARE = 0.03  # of all processors; an idle machine's own threads take below 0.01
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 

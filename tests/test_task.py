@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxstate import models
+from jaxstate.serving import candle_rows
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "bench"))
@@ -19,7 +20,7 @@ batches, candles, evaluate, questions, task_model, tokenizer = (
     importlib.import_module(f"task.{name}")
     for name in ("batches", "candles", "evaluate", "questions", "task_model", "tokenizer")
 )
-CHECKPOINT = ROOT / "bench" / "task" / "candles-1m"
+CHECKPOINT = candle_rows.MODEL
 ROW = re.compile(r"c(\d\d) ([A-Za-z]\d) h(\d\d) l(\d\d) o(\d\d)\n")
 SOURCES = ("synthetic", "real")
 

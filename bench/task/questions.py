@@ -12,7 +12,9 @@ import numpy as np
 from task import candles
 from task.candles import Context
 
-YES, NO = " yes", " no"
+from jaxstate.serving import candle_rows
+
+YES, NO = candle_rows.YES, candle_rows.NO
 KINDS = ("first", "row", "extreme")
 WORDINGS = (" above", " below")
 ROWS_BACK = (4, 8)  # what "the last n" may be
