@@ -1,5 +1,5 @@
 # make setup     build .venv
-# make demo      candles stream into a session on a real model; everything else it needs it fetches
+# make demo      candles stream into sessions on two models; everything else it needs it fetches
 # make test      lint, types and tests, under 12 minutes on 2 cores
 # make test-all  the long suites too, under 60 minutes
 PYTHON ?= python3
@@ -22,6 +22,7 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/jaxstate pull smollm2-135m
 	$(BIN)/jaxstate demo market
+	$(BIN)/jaxstate demo questions
 
 check: setup
 	$(BIN)/ruff check .

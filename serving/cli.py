@@ -22,7 +22,14 @@ from jaxstate.errors import CapacityError, JaxStateError
 from jaxstate.models.quantized import Weights
 from jaxstate.sampling import Sampling
 from jaxstate.serving import ask as ask_command
-from jaxstate.serving import catalogue, compile_cache, demo_market, local_model, market
+from jaxstate.serving import (
+    catalogue,
+    compile_cache,
+    demo_market,
+    demo_questions,
+    local_model,
+    market,
+)
 from jaxstate.serving import doctor as doctor_command
 from jaxstate.serving import render as render_command
 
@@ -112,6 +119,30 @@ def demo_market_command(
     demo_market.run(
         model=model, rounds=rounds, as_json=as_json, plot=plot, cache_dir=cache,
         out=Console(), log=_log(),
+    )
+
+
+@demo.command("questions")
+def demo_questions_command(
+    rows: Annotated[
+        int, typer.Option(min=1, help="Rows that come while questions are asked.")
+    ] = 24,
+    versions: Annotated[
+        int, typer.Option(min=1, help="Rows before, from which the gates are calibrated.")
+    ] = 1500,
+    risk: Annotated[
+        float, typer.Option(help="How often a gated answer may differ, 0.001 to 0.3.")
+    ] = 0.05,
+    every_s: Annotated[float, typer.Option(min=0, help="Seconds between rows.")] = 0.25,
+    as_json: Json = False,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Register questions on candles; show where answers come from, and whether they are true."""
+    cache = _cache(cache_dir)
+    compile_cache.enable(cache / "xla")
+    demo_questions.run(
+        rows=rows, versions=versions, risk=risk, every_s=every_s, as_json=as_json,
+        cache_dir=cache, out=Console(), log=_log(),
     )
 
 

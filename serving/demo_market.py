@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -57,7 +56,7 @@ def run(
         for result in market_run.run(engine, workload, rounds, doing):
             results.append(result)
             if as_json:
-                _print_json(out, market_summary.round_json(result, limits, loaded.config))
+                terminal.print_json(out, market_summary.round_json(result, limits, loaded.config))
     wall_s = time.perf_counter() - began
     if as_json:
         summary = {
@@ -69,7 +68,7 @@ def run(
             "compile_s": round(compile_s, 2),
             "wall_s": round(wall_s, 2),
         }
-        _print_json(out, summary)
+        terminal.print_json(out, summary)
     else:
         if not out.is_terminal:
             out.print(market_view.table(results))
@@ -126,8 +125,3 @@ def _showing(
             live.update(market_view.table(results))
     else:
         yield lambda text: terminal.say(log, f"{described(text)} …")
-
-
-def _print_json(out: Console, value: dict) -> None:
-    out.file.write(json.dumps(value) + "\n")
-    out.file.flush()

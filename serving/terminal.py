@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     SpinnerColumn,
     TaskID,
@@ -21,6 +24,12 @@ from rich.progress import (
 def say(console: Console, text: str) -> None:
     """Print a line as it is: not wrapped, not coloured, brackets not read as markup."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_json(console: Console, value: dict[str, Any]) -> None:
+    """Print an object as one line, at once."""
+    console.file.write(json.dumps(value) + "\n")
+    console.file.flush()
 
 
 @contextlib.contextmanager
@@ -126,3 +135,22 @@ class PullProgress:
         """Stop showing."""
         if self._progress is not None:
             self._progress.stop()
+
+
+@contextlib.contextmanager
+def counted(console: Console, text: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show how far a counted piece of work is; yield what is to be called after each part.
+
+    A line of text where nothing can be animated.
+    """
+    if not console.is_terminal:
+        say(console, f"{text}: {total:,} …")
+        yield lambda: None
+        return
+    columns = (
+        TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(text, total=total)
+        yield lambda: progress.advance(task)
