@@ -238,9 +238,7 @@ class CandleStream:
         )  # fmt: skip
 
     def _with_choices(self, question: CandleQuestion) -> Question:
-        return Question(
-            token_ids=tuple(self._encode(question.text)), choices=(self._yes, self._no)
-        )
+        return Question(token_ids=tuple(self._encode(question.text)), choices=(self._yes, self._no))
 
     def _tokens(self, first: int, end: int) -> list[int]:
         texts = ("".join(candle_rows.row_tokens(self._whole, row)) for row in range(first, end))

@@ -158,7 +158,7 @@ def _gates(
         found.add_column(header, justify="right", no_wrap=True)
     for question, gate in gates.items():
         query = queries[question]
-        opens = "stays closed" if gate.tau is None else f"{gate.tau:.1f} logits"
+        opens = "closed" if gate.tau is None else f"{gate.tau:.1f} logits"
         found.add_row(
             question.text, f"{gate.num_samples:,}", f"{gate.num_effective:,}", opens,
             f"{gate.bound:.1%}", f"{query.fires}", f"{query.disagreements}",
