@@ -125,8 +125,8 @@ def overload(model: LoadedModel, report: Report, load: common.OtherLoad, *, seco
     waits = found.waits
     bounded = found.deepest <= tenants_phase.MAX_WAITING
     report.bar(
-        "overload", float(np.percentile(waits.first_s, 99)) / (waits.idle_s + 2 * waits.step_s),
-        WITHIN, unit="x (idle + 2 of the longest steps), to the first token, p99",
+        "overload", float(np.percentile(waits.first_s, 99)) / (waits.idle_s + waits.step_s),
+        WITHIN, unit="x (idle + the longest step), to the first token, p99",
         n=len(waits.first_s), spoiled=load.reason("overload"),
         sound=bounded and not found.lost and found.refused > 0 and found.least_hint_s > 0,
         **beside(waits), capacity_per_s=found.capacity, accepted=found.accepted,

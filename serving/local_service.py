@@ -53,6 +53,10 @@ From = Literal["question", "header"]
 """What may answer at a risk: older answers to the question, or also the ready state that a declared
 header leads to, whatever is asked."""
 
+BURST_GAP_S = 0.005
+"""An append that is asked for within this time behind the one before makes a burst, which is over
+when so much time has passed without one; a client sends its next within less."""
+
 
 class Pending:
     """A verb under way: `result()` waits for its end, iteration yields an answer's tokens."""
@@ -127,6 +131,19 @@ class _Evaluation:
     asked: int = 0
 
 
+@dataclasses.dataclass
+class _Burst:
+    """Appends of a session that follow one another closely.
+
+    Attributes:
+      last: when the newest append was submitted.
+      over: from when on none is expected any more.
+    """
+
+    last: float = -math.inf
+    over: float = -math.inf
+
+
 class LocalService:
     """Verbs of an engine for many threads at once."""
 
@@ -172,6 +189,7 @@ class LocalService:
         self._evaluating: dict[Ticket, _Evaluation] = {}
         self._appending: dict[Ticket, int] = {}  # tokens
         self._outdated_since: dict[str, float] = {}
+        self._bursts: dict[str, _Burst] = collections.defaultdict(_Burst)
         self._versions: dict[str, int] = {}  # computed, of open sessions
         self._news = itertools.count()
         self._closing = False
@@ -231,6 +249,7 @@ class LocalService:
             del self._versions[session_id], self._boards[session_id]
             del self._prepositions[session_id]
             self._outdated_since.pop(session_id, None)
+            self._bursts.pop(session_id, None)
 
         self._call(close)
 
@@ -239,6 +258,7 @@ class LocalService:
     def append(self, session_id: str, token_ids: Sequence[int], **how: Any) -> Pending:
         """See Engine.append; its result is the new version. `how`: deadline_s."""
         count = len(token_ids)
+        asked = self._clock()
 
         def submit(pending: Pending) -> None:
             session = self._engine.session(session_id)
@@ -252,6 +272,9 @@ class LocalService:
             )  # fmt: skip
             assert pending._ticket is not None
             self._appending[pending._ticket] = count
+            burst, now = self._bursts[session_id], self._clock()
+            burst.over = math.inf if asked - burst.last < BURST_GAP_S else -math.inf
+            burst.last = now
             self._drop_evaluations(session_id)
 
         return self._pending(JobClass.APPEND, submit)
@@ -631,8 +654,11 @@ class LocalService:
         while True:
             with self._changed:
                 self._changed.notify_all()
-                if not self._commands and not self._closing and self._is_idle():
-                    self._changed.wait()
+                if not self._commands and not self._closing:
+                    if self._is_idle():
+                        self._changed.wait()
+                    elif not self._scheduler.num_waiting:
+                        self._changed.wait(BURST_GAP_S)  # until a burst is over
                 commands = list(self._commands)
                 self._commands.clear()
                 if self._closing:
@@ -655,6 +681,9 @@ class LocalService:
             del self._appending[ticket]
             if ticket.state is State.DONE:
                 self._boards[ticket.session].forget_errors()
+            burst = self._bursts.get(ticket.session)
+            if burst and burst.over > -math.inf:
+                burst.over = self._clock() + BURST_GAP_S
         # From here on no answer of a version before is served as current.
         for session_id in self._versions:
             self._versions[session_id] = self._engine.session(session_id).version
@@ -699,9 +728,8 @@ class LocalService:
 
     def _preposition_all(self) -> None:
         """Submit what sessions lack ahead of their next questions, behind all else."""
-        busy = {
-            ticket.session for ticket in (*self._appending, *self._evaluating, *self._advancing)
-        }
+        busy = self._changing()
+        busy |= {ticket.session for ticket in (*self._evaluating, *self._advancing)}
         for session_id, prepositions in self._prepositions.items():
             if session_id in busy:
                 continue
@@ -718,7 +746,7 @@ class LocalService:
 
     def _evaluate(self) -> None:
         """Submit what registered questions lack, together, where no append is on its way."""
-        busy = {ticket.session for ticket in self._appending}
+        busy = self._changing()
         under_way = {id(evaluation.query) for evaluation in self._evaluating.values()}
         for session_id, board in self._boards.items():
             if session_id in busy:
@@ -731,6 +759,12 @@ class LocalService:
                     self._submit_evaluation(pending, session_id, query, asked=0)
                 except JaxStateError as error:
                     query.error = error
+
+    def _changing(self) -> set[str]:
+        """Sessions whose next version is on its way or, within a burst, to be expected."""
+        now = self._clock()
+        found = {session_id for session_id, burst in self._bursts.items() if burst.over > now}
+        return found | {ticket.session for ticket in self._appending}
 
     def _drop_evaluations(self, session_id: str) -> None:
         """End evaluations of a version that is about to pass, so that a burst is evaluated once.

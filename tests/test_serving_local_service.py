@@ -148,6 +148,28 @@ def test_a_burst_of_appends_is_evaluated_once(service):
     assert {query.answer.version for query in flash} == {20}
 
 
+def test_nothing_is_evaluated_between_appends_that_follow_one_another_closely():
+    now = [0.0]
+    with tiny_engine.left_empty(_compiled()) as engine:
+        service = LocalService(engine, clock=lambda: now[0])
+        session = service.create(tiny_engine.random_ids(1, 20))
+        query = service.register(session, _question(1))
+        service.wait_until_idle(WAIT_S)
+        for seed in range(5):  # each within no time behind the one before
+            service.append(session, tiny_engine.random_ids(seed, 2)).result(WAIT_S)
+        with pytest.raises(TimeoutError):
+            service.wait_until_idle(0.05)
+        assert (query.evaluations, service._scheduler.num_waiting) == (1, 0)
+        now[0] += 0.01  # the burst is over
+        service.wait_until_idle(WAIT_S)
+        assert query.answer is not None and query.answer.version == 5
+        assert query.evaluations == 2
+        service.append(session, tiny_engine.random_ids(9, 2)).result(WAIT_S)
+        service.wait_until_idle(WAIT_S)  # one alone is evaluated at once
+        assert query.answer.version == 6
+        service.close()
+
+
 def test_questions_of_a_session_are_evaluated_together(service):
     session = service.create(tiny_engine.random_ids(1, 40))
     service.wait_until_idle(WAIT_S)
