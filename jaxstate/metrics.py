@@ -8,6 +8,7 @@ import dataclasses
 from jaxstate.answer import Answer, Source
 from jaxstate.plan import JobClass
 from jaxstate.scheduler import State, Ticket
+from jaxstate.verbs import Verbs
 
 RECENT = 4096  # verbs of a class whose times are kept
 
@@ -51,6 +52,8 @@ class Metrics:
       entries_used: questions that forwarded less because of one, or of a registered question.
       step_s: of the newest steps, seconds.
       busy_s: seconds of all steps.
+      compilations: programs compiled by the worker, whose engine has compiled all that it needs; None
+        where jax does not tell.
     """
 
     by_class: dict[JobClass, ClassFigures] = dataclasses.field(
@@ -64,6 +67,7 @@ class Metrics:
         default_factory=lambda: collections.deque(maxlen=RECENT)
     )
     busy_s: float = 0.0
+    compilations: int | None = None
 
     def note_step(self, seconds: float) -> None:
         """Count a step."""
@@ -93,3 +97,38 @@ class Metrics:
         self.answers[answer.source] += 1
         self.entries_used += answer.source is Source.RESUMED
         self.stale_answers += answer.source is Source.FLASH and answer.age > 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cells:
+    """Where cells are, in whole pages: the first four are the pool's, each page counted once.
+
+    Attributes:
+      sessions: that some session sees.
+      prefixes: of kept beginnings that no session sees.
+      tails: that verbs under way write, and what was forwarded ahead of questions.
+      free: nobody's.
+      host, disk: of sessions outside of the pool.
+    """
+
+    sessions: int
+    prefixes: int
+    tails: int
+    free: int
+    host: int
+    disk: int
+
+
+def count_cells(verbs: Verbs) -> Cells:
+    """Count an engine's cells by owner and tier; while a step runs, tables change."""
+    pages = verbs.pages
+    sessions = {entry.page for one in verbs.sessions.values() for entry in one.entries}
+    kept = {entry.page for table in verbs.prefixes.tree.tables() for entry in table} - sessions
+    tails = pages.num_pages - pages.num_free - len(sessions) - len(kept)
+    size, bytes_per_cell = pages.page_size, verbs.model.bytes_per_cell
+    return Cells(
+        sessions=len(sessions) * size, prefixes=len(kept) * size, tails=tails * size,
+        free=pages.num_free * size,
+        host=verbs.tiers.bytes_held("host") // bytes_per_cell,
+        disk=verbs.tiers.bytes_held("disk") // bytes_per_cell,
+    )  # fmt: skip

@@ -39,10 +39,11 @@ from jaxstate.errors import (
 from jaxstate.flash import FlashBoard, FlashQuery, Question
 from jaxstate.gate import Gate, same_answer
 from jaxstate.generation import RequestOptions
-from jaxstate.metrics import Metrics
+from jaxstate.metrics import Cells, Metrics, count_cells
 from jaxstate.plan import AGE_S, JobClass, Limits
 from jaxstate.prepositioning import Entry, Prepositions
 from jaxstate.scheduler import Scheduler, State, Ticket
+from jaxstate.serving.compilations import Compilations
 from jaxstate.session import WhenFull
 
 Stale = Literal["compute", "wait", "serve"]
@@ -422,6 +423,10 @@ class LocalService:
             if self._closing:
                 raise self._closed()
 
+    def cells(self) -> Cells:
+        """Count cells by owner and tier, between two steps."""
+        return self._call(lambda: count_cells(self._engine.verbs))
+
     def close(self) -> None:
         """End what is under way, and the worker; sessions stay in the engine."""
         with self._changed:
@@ -639,7 +644,8 @@ class LocalService:
     def _run(self) -> None:
         """Work; whatever ends it, nobody waits for ever."""
         try:
-            self._work()
+            with Compilations() as compilations:
+                self._work(compilations)
         except BaseException as error:
             self._failure = error
             raise
@@ -649,7 +655,7 @@ class LocalService:
                 self._scheduler.end(self._clock())
                 self._changed.notify_all()
 
-    def _work(self) -> None:
+    def _work(self, compilations: Compilations) -> None:
         """Run commands and steps until the service is closed."""
         while True:
             with self._changed:
@@ -671,6 +677,7 @@ class LocalService:
                 took = self._clock() - began
                 self.metrics.note_step(took)
                 self._step_s += 0.1 * (took - self._step_s)
+            self.metrics.compilations = compilations.count
             with self._changed:
                 self._note_ends()
                 self._evaluate()
