@@ -52,8 +52,8 @@ class Metrics:
       entries_used: questions that forwarded less because of one, or of a registered question.
       step_s: of the newest steps, seconds.
       busy_s: seconds of all steps.
-      compilations: programs compiled by the worker, whose engine has compiled all that it needs; None
-        where jax does not tell.
+      compilations: programs that the worker compiled, though its engine should have all it needs;
+        None where jax does not tell.
     """
 
     by_class: dict[JobClass, ClassFigures] = dataclasses.field(

@@ -35,7 +35,7 @@ device_scans, device_sizes, device_timing = (
 )
 
 BARS = ["h200.decode", "h200.group", "h200.gate", "h200.step"]
-NEEDED = {"jax", "numpy", "flax", "optax", "orbax-checkpoint", "rich"}  # flax needs the last three
+NEEDED = {"jax", "numpy", "flax", "optax", "orbax-checkpoint", "rich", "scipy"}  # by jax or flax
 IMPORTED_AS = {"grpcio": "grpc"}
 # Interpreted kernels compile in a third of the time; 0.11 does not know the second flag any more.
 XLA_FLAGS = "--xla_backend_optimization_level=0"
@@ -166,7 +166,7 @@ def test_a_job_that_hangs_ends_at_the_deadline_with_a_line_for_all_that_is_left(
     assert time.perf_counter() - began < 60
     lines = _lines(done.stdout)
     left = [line["measure"] for line in lines if "measure" in line]
-    assert left == [job.name for job in device_jobs.jobs(TINY)]
+    assert left == [job.name for job in device_jobs.jobs(TINY, "kernels")]
     assert all(line["measured"] is None for line in lines if "measure" in line)
     assert [line["bar"] for line in lines if "bar" in line] == BARS
 
@@ -207,7 +207,7 @@ def test_a_broken_kernel_is_caught_and_the_run_goes_on(capsys, monkeypatch):
 
 
 def _report(capsys) -> tuple:
-    report = device_report.Report(command="test", commit="test", path=None)
+    report = device_report.Report(command="test", commit="test", path=None, part="kernels")
     run = device_run.Run(report=report, kernels=device_run.INTERPRETED, sizes=TINY)
     return run, lambda: _lines(capsys.readouterr().out)
 
@@ -335,7 +335,7 @@ def test_the_grid_of_timings_can_be_laid_out():
 def test_the_model_is_llama_8b_and_offsets_of_the_huge_pool_pass_32_bits():
     assert params.num_params(FULL.model) == 8_030_261_248
     assert FULL.huge_pages * 64 * FULL.real.num_kv_heads * FULL.real.head_dim >= 2**31
-    names = [job.name for job in device_jobs.jobs(FULL)]
+    names = [job.name for job in device_jobs.jobs(FULL, "kernels")]
     assert len(names) == len(set(names))
 
 

@@ -7,19 +7,21 @@ import functools
 import os
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import device_attention
 import device_kernels
 import device_scans
+import device_sessions
 import device_step
 import device_writes
 import jax
-from device_report import BARS, Report
+from device_report import BARS, Bar, Report
 from device_run import INTERPRETED, KERNELS, Job, Run, run_jobs
 from device_sizes import FULL, TINY, Sizes
 from device_timing import measure_floors
 
-DEADLINE_S = 480.0
+DEADLINES_S = {"kernels": 480.0, "sessions": 360.0}
 
 
 def main(began: float, arguments: Sequence[str] | None = None) -> int:
@@ -29,32 +31,35 @@ def main(began: float, arguments: Sequence[str] | None = None) -> int:
       began: perf_counter() when the process started, from which the deadline counts.
       arguments: None = the process's own.
     """
-    parser = argparse.ArgumentParser(description="Kernels and the step on this device.")
-    parser.add_argument("--part", choices=["kernels"], default="kernels", help="what to run")
+    parser = argparse.ArgumentParser(description="What is right and how fast on this device.")
+    parser.add_argument("--part", choices=[*DEADLINES_S], default="kernels", help="what to run")
     parser.add_argument("--out", type=pathlib.Path, help="write the JSON lines here, too")
     parser.add_argument("--only", nargs="+", default=[], help="jobs whose names begin so")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, kernels interpreted")
-    parser.add_argument("--deadline-s", type=float, default=DEADLINE_S, help="for the whole run")
+    parser.add_argument("--deadline-s", type=float, help="for the whole run")
     parser.add_argument("--commit", help="of this checkout, where git does not know it")
     args = parser.parse_args(arguments)
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
         # An 8B model beside 64 long contexts needs more than the three quarters that jax takes.
         os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.92"
     command = f"python bench/device_check.py --part {args.part}" + " --tiny" * args.tiny
-    report = Report(command=command, commit=args.commit, path=args.out)
+    report = Report(command=command, commit=args.commit, path=args.out, part=args.part)
     kernels = INTERPRETED if args.tiny else KERNELS.get(jax.default_backend())
     if kernels is None:
         return report.finish({}, "no accelerator")
     run = Run(report=report, kernels=kernels, sizes=TINY if args.tiny else FULL)
+    deadline_s = args.deadline_s or DEADLINES_S[args.part]
     return run_jobs(
-        run, jobs(run.sizes), functools.partial(_finish, run), began=began,
-        deadline_s=args.deadline_s, only=args.only,
+        run, jobs(run.sizes, args.part), functools.partial(_finish, run, args.part), began=began,
+        deadline_s=deadline_s, only=args.only,
     )  # fmt: skip
 
 
-def jobs(sizes: Sizes) -> list[Job]:
-    """Return what there is to do, most important first."""
+def jobs(sizes: Sizes, part: str) -> list[Job]:
+    """Return what there is to do in a part, most important first."""
     floors = Job(name="floors", work=_floors, seconds=0, always=True)
+    if part == "sessions":
+        return [floors, *device_sessions.jobs(sizes.sessions)]
     return [floors, *_checks(sizes), *_of_bars(sizes), *device_step.jobs(sizes), *_grid(sizes)]
 
 
@@ -160,13 +165,20 @@ def _floors(run: Run) -> None:
     )  # fmt: skip
 
 
-def _finish(run: Run) -> int:
+def _finish(run: Run, part: str) -> int:
     found, sizes = run.report.found, run.sizes
-    bars = {
+    if part == "sessions":
+        bars = {"h200.flash16": device_sessions.bar(run)}
+    else:
+        bars = _kernel_bars(found, sizes)
+    assert bars.keys() == BARS[part].keys()
+    return run.report.finish(bars, "what it is made of was not measured, see those lines")
+
+
+def _kernel_bars(found: dict[str, dict[str, Any]], sizes: Sizes) -> dict[str, Bar | None]:
+    return {
         "h200.decode": device_attention.decode_bar(found, sizes),
         "h200.group": device_attention.group_bar(found, sizes),
         "h200.gate": device_scans.bar(found, sizes),
         "h200.step": device_step.bar(found),
     }
-    assert bars.keys() == BARS.keys()
-    return run.report.finish(bars, "what it is made of was not measured, see those lines")

@@ -25,7 +25,7 @@ from jaxstate.step import step
 
 PAGE_SIZE = 64
 TABLE_LEN = 1024
-_SLACK_BYTES = 6e9  # for what a step keeps beside weights and pool
+SLACK_BYTES = 6e9  # for what a step keeps beside weights and pool
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -99,11 +99,22 @@ def build(config: ModelConfig, context: int, num_rows: int, longest: int) -> Mod
     cells = max(num_rows * context, longest)
     free = free_bytes()
     if free is not None:
-        cells = min(cells, int((free - weights - _SLACK_BYTES) // config.bytes_per_cell))
+        cells = min(cells, int((free - weights - SLACK_BYTES) // config.bytes_per_cell))
     if cells < context:
         raise MemoryError(f"weights of {weights / 1e9:.1f} GB and one row do not fit")
     num_rows = min(num_rows, cells // context)
     num_pages = -(-cells // PAGE_SIZE) + num_rows  # what a step writes is behind all contexts
+    params = draw_params(config)
+    pool = _draw_pool(config, num_pages)
+    jax.block_until_ready((params, pool))
+    return Model(
+        config=config, context=context, num_rows=num_rows, cells=cells, num_pages=num_pages,
+        params=params, pool=pool,
+    )  # fmt: skip
+
+
+def draw_params(config: ModelConfig) -> Params:
+    """Draw weights on the device."""
     seeds = iter(range(1, 10**6))
 
     def draw(_: str, spec: ParamSpec) -> jax.Array:
@@ -113,13 +124,13 @@ def build(config: ModelConfig, context: int, num_rows: int, longest: int) -> Mod
         scale = np.float32(spec.fan_in**-0.5)
         return noise(np.uint32(next(seeds)), scale, shape=spec.shape, dtype=dtype)
 
-    params = params_module.map_specs(draw, config)
-    pool = _draw_pool(config, num_pages)
-    jax.block_until_ready((params, pool))
-    return Model(
-        config=config, context=context, num_rows=num_rows, cells=cells, num_pages=num_pages,
-        params=params, pool=pool,
-    )  # fmt: skip
+    return params_module.map_specs(draw, config)
+
+
+def weight_bytes(params: Params) -> int:
+    """Bytes of weights that a step reads: all but the embedding, of which it looks up rows."""
+    read = {name: part for name, part in params.items() if name != "embed"}
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(read))
 
 
 def _draw_pool(config: ModelConfig, num_pages: int) -> Pool:

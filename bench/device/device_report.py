@@ -9,21 +9,32 @@ import pathlib
 import shutil
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 import common
 import jax
+import numpy as np
 from common import Limit
 from device_timing import Timing
 
 REASON_CHARS = 600  # compilers answer with pages
 
-BARS: dict[str, tuple[Limit, str]] = {
-    "h200.decode": (Limit(op=">=", value=0.70), "share of copy bandwidth, 64 rows x 8k"),
-    "h200.group": (Limit(op="<=", value=4), "x one row, 64 rows over one shared 8k context"),
-    "h200.gate": (Limit(op=">=", value=0.80), "share of copy bandwidth, the output matrix once"),
-    "h200.step": (Limit(op="<=", value=1.35), "x weights / bandwidth, decode at batch 1"),
+BARS: dict[str, dict[str, tuple[Limit, str]]] = {
+    "kernels": {
+        "h200.decode": (Limit(op=">=", value=0.70), "share of copy bandwidth, 64 rows x 8k"),
+        "h200.group": (Limit(op="<=", value=4), "x one row, 64 rows over one shared 8k context"),
+        "h200.gate": (
+            Limit(op=">=", value=0.80),
+            "share of copy bandwidth, the output matrix once",
+        ),
+        "h200.step": (Limit(op="<=", value=1.35), "x weights / bandwidth, decode at batch 1"),
+    },
+    "sessions": {
+        "h200.flash16": (Limit(op="<=", value=4), "x one question, all registered together, 8k"),
+    },
 }
+"""By part of the script."""
 DECIDED_ON = "H200"
 
 
@@ -42,12 +53,13 @@ class Report:
 
     Attributes:
       found: what was timed, by name: "ms", "floor_ms", rounds "n", and details.
+      waits: samples of what callers wait for, by name, milliseconds.
       failed: names of checks that do not hold and of work that raised.
       lock: for whoever changes or reads these, or writes: two threads may.
     """
 
-    def __init__(self, *, command: str, commit: str | None, path: pathlib.Path | None):
-        """Start a report; `commit` is for checkouts that git does not know."""
+    def __init__(self, *, command: str, commit: str | None, path: pathlib.Path | None, part: str):
+        """Start a report on a part; `commit` is for checkouts that git does not know."""
         device = jax.devices()[0]
         known = commit or (common.commit() if shutil.which("git") else "unknown")
         self._facts = {
@@ -61,6 +73,8 @@ class Report:
             self._out.append(path.open("w", encoding="utf-8"))
         self.lock = threading.RLock()
         self.found: dict[str, dict[str, Any]] = {}
+        self.waits: dict[str, Sequence[float]] = {}
+        self.limits: Mapping[str, tuple[Limit, str]] = BARS[part]
         self.failed: list[str] = []
         self._checks = 0
         self._bars: list[dict[str, Any]] = []
@@ -96,6 +110,16 @@ class Report:
                 samples_ms=timing.samples_ms, floor=floor_ms, ratio=timing.ms / floor_ms, **detail,
             )  # fmt: skip
 
+    def wait(self, name: str, samples_ms: Sequence[float], **detail: Any) -> None:
+        """Write how long a caller waits for something."""
+        p50, p90, p99 = (float(one) for one in np.percentile(samples_ms, (50, 90, 99)))
+        with self.lock:
+            self.waits[name] = samples_ms
+            self.line(
+                measure=name, measured=p50, unit="ms, p50", n=len(samples_ms), p90_ms=p90,
+                p99_ms=p99, longest_ms=max(samples_ms), samples_ms=samples_ms, **detail,
+            )  # fmt: skip
+
     def skipped(self, name: str, reason: str, **detail: Any) -> None:
         """Write what was not measured, and why."""
         self._skipped.append(f"{name}: {reason[:100]}")
@@ -111,10 +135,10 @@ class Report:
         """Write one line per bar and the table; return the exit code.
 
         Args:
-          bars: what was found for each of BARS, None where something of it is missing.
+          bars: what was found for each of the part's BARS, None where something of it is missing.
           reason: why it is.
         """
-        for name, (limit, unit) in BARS.items():
+        for name, (limit, unit) in self.limits.items():
             found = bars.get(name)
             bar = {
                 "bar": name, "measured": found and found.value, "unit": unit,
@@ -139,10 +163,16 @@ class Report:
         note(f"{self._checks} checks; failed: {', '.join(self.failed) or 'none'}")
         for line in self._skipped:
             note(f"not measured: {line}")
-        note(f"\n{'timing':<44}{'ms':>10}{'floor':>10}{'ratio':>8}")
+        if self.found:
+            note(f"\n{'timing':<44}{'ms':>10}{'floor':>10}{'ratio':>8}")
         for name, found in self.found.items():
             ratio = found["ms"] / found["floor_ms"]
             note(f"{name:<44}{found['ms']:>10.4f}{found['floor_ms']:>10.4f}{ratio:>8.2f}")
+        if self.waits:
+            note(f"\n{'wait':<44}{'n':>7}{'p50 ms':>10}{'p99 ms':>10}")
+        for name, samples in self.waits.items():
+            p50, p99 = np.percentile(samples, (50, 99))
+            note(f"{name:<44}{len(samples):>7}{p50:>10.4f}{p99:>10.4f}")
         note(f"\n{'bar':<14}{'measured':>10}  {'limit':<8}{'':<6}unit")
         for bar in self._bars:
             verdict = {True: "ok", False: "MISS", None: "-"}[bar["holds"]]

@@ -6,6 +6,7 @@ import dataclasses
 
 from jaxstate.models.config import DtypePolicy, LayerConfig, ModelConfig
 from jaxstate.models.rope import Llama3Scaling, RopeConfig
+from jaxstate.state import StepShape
 
 ROPE = RopeConfig(
     theta=500000.0,
@@ -30,6 +31,40 @@ class Heads:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SessionSizes:
+    """Sizes of the part about sessions; tokens, unless they say otherwise.
+
+    Attributes:
+      model: whose sessions are timed.
+      count, context: sessions, and what each of them keeps.
+      evict: what a full session drops at a time.
+      questions, question_len, answer_len: registered questions, and what each asks and answers.
+      append_len, appends: of an append, and how many are under way while questions are asked.
+      shapes: of the steps, smallest first.
+      rounds: of every timing.
+      fill_s, ask_s: seconds that filling sessions and asking may take.
+      small, small_context, small_shapes: of the check, in f32.
+    """
+
+    model: ModelConfig
+    count: int
+    context: int
+    evict: int
+    questions: int
+    question_len: int
+    answer_len: int
+    append_len: int
+    appends: int
+    shapes: tuple[StepShape, ...]
+    rounds: int
+    fill_s: float
+    ask_s: float
+    small: ModelConfig
+    small_context: int
+    small_shapes: tuple[StepShape, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Sizes of everything.
 
@@ -48,6 +83,7 @@ class Sizes:
       vocabularies: (vocab_size, hidden_size) of the gate scans.
       model: of the whole step.
       queries: contexts of the 32-token queries.
+      sessions: of the other part.
     """
 
     copy_bytes: int
@@ -68,6 +104,7 @@ class Sizes:
     vocabularies: tuple[tuple[int, int], ...]
     model: ModelConfig
     queries: tuple[int, ...]
+    sessions: SessionSizes
 
 
 LLAMA_8B = ModelConfig(
@@ -85,6 +122,18 @@ LLAMA_8B = ModelConfig(
     dtypes=DtypePolicy.named("bfloat16"),
 )
 """The shapes of Llama-3.1-8B."""
+
+
+def _shapes(rows: int, *sizes: tuple[int, int]) -> tuple[StepShape, ...]:
+    return tuple(
+        StepShape(num_tokens=tokens, block_tokens=block, num_rows=rows) for tokens, block in sizes
+    )
+
+
+_SMALL = dataclasses.replace(
+    LLAMA_8B, vocab_size=512, hidden_size=256, mlp_width=512, num_heads=8, num_kv_heads=2,
+    layers=LLAMA_8B.layers[:2], dtypes=DtypePolicy.named("float32"),
+)  # fmt: skip
 
 FULL = Sizes(
     copy_bytes=2 * 2**30,
@@ -108,6 +157,17 @@ FULL = Sizes(
     vocabularies=((128256, 4096), (262144, 2560)),
     model=LLAMA_8B,
     queries=(8192, 32768, 131072),
+    sessions=SessionSizes(
+        model=LLAMA_8B, count=64, context=8192, evict=1024, questions=16, question_len=24,
+        answer_len=4, append_len=32, appends=8, rounds=10, fill_s=120, ask_s=20,
+        shapes=_shapes(16, (16, 16), (32, 32), (512, 32), (512, 512)),
+        small=_SMALL, small_context=600, small_shapes=_shapes(8, (8, 8), (128, 32), (128, 128)),
+    ),
+)  # fmt: skip
+
+_TINY_MODEL = dataclasses.replace(
+    LLAMA_8B, vocab_size=96, hidden_size=32, mlp_width=48, num_heads=4, num_kv_heads=2,
+    head_dim=16, layers=LLAMA_8B.layers[:1],
 )  # fmt: skip
 
 TINY = Sizes(
@@ -127,9 +187,13 @@ TINY = Sizes(
     context=128,
     pool_bytes=2**15,
     vocabularies=((520, 64),),
-    model=dataclasses.replace(
-        LLAMA_8B, vocab_size=96, hidden_size=32, mlp_width=48, num_heads=4, num_kv_heads=2,
-        head_dim=16, layers=LLAMA_8B.layers[:1],
-    ),
+    model=_TINY_MODEL,
     queries=(32, 128),
+    sessions=SessionSizes(
+        model=_TINY_MODEL, count=4, context=192, evict=64, questions=4, question_len=8,
+        answer_len=2, append_len=8, appends=2, rounds=3, fill_s=10, ask_s=2,
+        shapes=_shapes(4, (8, 8), (32, 8), (32, 32)),
+        small=dataclasses.replace(_TINY_MODEL, dtypes=DtypePolicy.named("float32")),
+        small_context=60, small_shapes=_shapes(4, (8, 8), (32, 8), (32, 32)),
+    ),
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """Make this checkout's jaxstate importable where it, or what it needs for text, is not installed.
 
 The package's own `__init__` files import engines, tokenizers and loaders, which need packages that
-a machine for measurements rarely has. Kernels and the step need jax, numpy and flax.
+a machine for measurements rarely has. Kernels, the step and a service without text need jax, numpy
+and flax.
 """
 
 from __future__ import annotations
@@ -46,11 +47,17 @@ def _link(folder: pathlib.Path) -> None:
         (ROOT / "jaxstate", package),
         (ROOT / "models", package / "models"),
         (ROOT / "kernels_pallas", package / "kernels_pallas"),
+        (ROOT / "serving", package / "serving"),
     ):
         target.mkdir()
         (target / "__init__.py").touch()
         for path in source.iterdir():
             if path.is_file() and path.name != "__init__.py":
                 (target / path.name).symlink_to(path)
-    if importlib.util.find_spec("chex") is None:
-        (folder / "chex.py").symlink_to(pathlib.Path(__file__).with_name("device_chex.py"))
+    here = pathlib.Path(__file__).parent
+    for name in ("chex", "platformdirs"):
+        if importlib.util.find_spec(name) is None:
+            (folder / f"{name}.py").symlink_to(here / f"device_{name}.py")
+    tokenizer = package / "models" / "tokenizer.py"
+    tokenizer.unlink()
+    tokenizer.symlink_to(here / "device_tokenizer.py")

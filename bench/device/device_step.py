@@ -65,7 +65,7 @@ def jobs(sizes: Sizes) -> list[Job]:
         models[:] = [model]
         run.report.line(
             arm="model", params=params_module.num_params(sizes.model), rows=model.num_rows,
-            weight_bytes=_weight_bytes(model), num_pages=model.num_pages,
+            weight_bytes=device_model.weight_bytes(model.params), num_pages=model.num_pages,
             page_size=device_model.PAGE_SIZE, table_len=device_model.TABLE_LEN,
             init_s=time.perf_counter() - began,
         )  # fmt: skip
@@ -97,12 +97,6 @@ def _logits(implementation: str) -> bool:
     return not dispatch.scans_hidden(implementation)
 
 
-def _weight_bytes(model: Model) -> int:
-    """Bytes of weights that a step reads: all but the embedding, of which it looks up rows."""
-    read = {name: part for name, part in model.params.items() if name != "embed"}
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(read))
-
-
 def _decode(run: Run, model: Model, name: str, count: int | None) -> None:
     """Time decoding steps of rows with contexts of their own; None = as many as there are."""
     run.require(name, model.config.head_dim, "bfloat16")
@@ -115,7 +109,7 @@ def _decode(run: Run, model: Model, name: str, count: int | None) -> None:
     groups = device_model.rows_apart(model, count, 1, model.context)
     packed = jax.device_put(model.pack(groups, shape, implementation))
     timing = measure(lambda: step(packed).summary)
-    weights = _weight_bytes(model)
+    weights = device_model.weight_bytes(model.params)
     cells = count * model.context * model.config.bytes_per_cell
     run.report.timing(
         _decode_name(name, count), timing, run.floor_ms(weights + cells),
@@ -139,7 +133,7 @@ def _first_tokens(run: Run, model: Model, name: str) -> None:
             device_model.rows_apart(model, 1, QUERY_TOKENS, context), _QUERY, implementation
         )
         timing = measure(lambda packed=packed: jax.device_get(step(packed).summary), dispatches=1)
-        weights = _weight_bytes(model)
+        weights = device_model.weight_bytes(model.params)
         cells = context * model.config.bytes_per_cell
         run.report.timing(
             key, timing, run.floor_ms(weights + cells), implementation=implementation,
