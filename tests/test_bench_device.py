@@ -5,15 +5,10 @@ from __future__ import annotations
 import collections
 import functools
 import importlib
-import json
 import math
-import os
-import pathlib
-import subprocess
-import sys
 import time
-import tomllib
 
+import bare_script
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,9 +18,7 @@ from jaxstate.kernels_pallas import attention_gpu, gate_scan_gpu, kv_write_gpu, 
 from jaxstate.models import params
 from jaxstate.state import StepShape
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "bench" / "device_check.py"
-sys.path[:0] = [str(SCRIPT.parent), str(SCRIPT.parent / "device")]
+bare_script.make_importable()
 device_attention, device_jobs, device_kernels, device_problem, device_report, device_run = (
     importlib.import_module(f"device_{name}")
     for name in ("attention", "jobs", "kernels", "problem", "report", "run")
@@ -35,78 +28,26 @@ device_scans, device_sizes, device_timing = (
 )
 
 BARS = ["h200.decode", "h200.group", "h200.gate", "h200.step"]
-NEEDED = {"jax", "numpy", "flax", "optax", "orbax-checkpoint", "rich", "scipy"}  # by jax or flax
-IMPORTED_AS = {"grpcio": "grpc"}
-# Interpreted kernels compile in a third of the time; 0.11 does not know the second flag any more.
-XLA_FLAGS = "--xla_backend_optimization_level=0"
-if jax.__version_info__ < (0, 11):
-    XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 FULL, TINY = device_sizes.FULL, device_sizes.TINY
 
 
 # The whole script
-
-BARE = """
-import runpy, sys
-from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
-
-class Bare:
-    find_distributions = PathFinder.find_distributions
-
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        spec = PathFinder.find_spec(name, path, target)
-        hidden = name in {hidden} and "jaxstate-links-" not in str(spec and spec.origin)
-        return None if hidden else spec
-
-sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Bare]  # no finder of editable installs
-sys.path[:0] = [{folder!r}, {folder!r} + "/device"]
-{before}
-try:
-    runpy.run_path({script!r}, run_name="__main__")
-finally:
-    print("imported", sys.modules["jaxstate"].__file__, file=sys.stderr)
-"""
-
-
-def _hidden() -> set[str]:
-    """What the package depends on, less jax, numpy, flax and what flax depends on."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names = {line.split(">")[0].split("=")[0] for line in project["dependencies"]}
-    assert names > NEEDED
-    return {IMPORTED_AS.get(name, name) for name in names - NEEDED}
-
-
-def _run_bare(*arguments: str, before: str = "", timeout_s: float = 300):
-    """Run the script in a process that has only jax, numpy and flax; fast to compile."""
-    program = BARE.format(
-        hidden=_hidden(), folder=str(SCRIPT.parent), script=str(SCRIPT), before=before
-    )
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        capture_output=True, text=True, timeout=timeout_s, check=False, cwd=ROOT / "tests",
-        env=os.environ | {"XLA_FLAGS": XLA_FLAGS},
-    )  # fmt: skip
-
-
-def _lines(text: str) -> list[dict]:
-    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Process and lines of one run of everything."""
     out = tmp_path_factory.mktemp("device") / "lines.jsonl"
-    done = _run_bare("--tiny", "--part", "kernels", "--out", str(out))
+    done = bare_script.run("--tiny", "--part", "kernels", "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert out.read_text() == done.stdout
-    return done, _lines(done.stdout)
+    return done, bare_script.lines(done.stdout)
 
 
 def test_whole_run_imports_nothing_beyond_jax_numpy_flax_and_the_checkout(whole):
     done, _ = whole
     assert "jaxstate-links-" in done.stderr.split("imported ")[-1]
-    assert {"chex", "gguf", "grpc", "jinja2", "platformdirs", "safetensors"} < _hidden()
+    assert {"chex", "gguf", "grpc", "jinja2", "platformdirs", "safetensors"} < bare_script.hidden()
 
 
 def test_every_bar_has_exactly_one_line_and_is_not_decided_on_a_cpu(whole):
@@ -161,10 +102,10 @@ def test_a_job_that_hangs_ends_at_the_deadline_with_a_line_for_all_that_is_left(
         "import time, device_jobs\n"
         "device_jobs._floors = lambda run: time.sleep(600)\n"
     )
-    done = _run_bare("--tiny", "--deadline-s", "6", before=hang, timeout_s=120)
+    done = bare_script.run("--tiny", "--deadline-s", "6", before=hang, timeout_s=120)
     assert done.returncode == 1, done.stderr
     assert time.perf_counter() - began < 60
-    lines = _lines(done.stdout)
+    lines = bare_script.lines(done.stdout)
     left = [line["measure"] for line in lines if "measure" in line]
     assert left == [job.name for job in device_jobs.jobs(TINY, "kernels")]
     assert all(line["measured"] is None for line in lines if "measure" in line)
@@ -176,7 +117,7 @@ def test_a_job_that_hangs_ends_at_the_deadline_with_a_line_for_all_that_is_left(
 
 def _main(capsys, *arguments: str) -> tuple[int, list[dict]]:
     code = device_jobs.main(time.perf_counter(), arguments)
-    return code, _lines(capsys.readouterr().out)
+    return code, bare_script.lines(capsys.readouterr().out)
 
 
 @pytest.fixture(autouse=True)
@@ -209,7 +150,7 @@ def test_a_broken_kernel_is_caught_and_the_run_goes_on(capsys, monkeypatch):
 def _report(capsys) -> tuple:
     report = device_report.Report(command="test", commit="test", path=None, part="kernels")
     run = device_run.Run(report=report, kernels=device_run.INTERPRETED, sizes=TINY)
-    return run, lambda: _lines(capsys.readouterr().out)
+    return run, lambda: bare_script.lines(capsys.readouterr().out)
 
 
 def _blind_to_shifts(right, q, k, v, *others, **options):

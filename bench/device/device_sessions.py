@@ -34,7 +34,7 @@ from jaxstate.prepositioning import Entry
 from jaxstate.serving.local_service import LocalService, Pending
 
 _TABLE_LEN = 1024  # stretches of a step: a session is one, or a few once it has slid
-_SPARE_PAGES = 128  # for tails
+_SPARE_PAGES = 256  # for tails
 _RISK, _SAMPLES = 0.05, 4000  # of a gate that surely fires
 _GATED_QUERIES = 20  # per change, sooner than a fresh answer
 
@@ -179,7 +179,7 @@ def _flash(run: Run, found: Service) -> None:
         run.report.wait(
             _flash_name(count), samples, questions=count, question_len=sizes.question_len,
             answer_len=sizes.answer_len, context=sizes.context,
-            steps=(found.engine.executor.steps - steps) / sizes.rounds,
+            steps=(found.engine.executor.steps - steps) / sizes.rounds - 1,  # less the append's
             floor_ms=sizes.answer_len * _floor_ms(run, found),
         )  # fmt: skip
     service.unregister(session, asked[0].flash_id)
@@ -278,16 +278,15 @@ def _fill(run: Run, found: Service) -> None:
 def _ask(run: Run, found: Service) -> None:
     """Time questions to random sessions, alone and while rows are appended to all of them."""
     sizes, figures = found.sizes, found.service.metrics.by_class[JobClass.APPEND]
-    floor_ms = sizes.answer_len * _floor_ms(run, found)
-    _questions(run, found, "alone", sizes.ask_s / 4, floor_ms=floor_ms)
+    _questions(run, found, "alone", sizes.ask_s / 4)
     before, began = figures.tokens, time.perf_counter()
     stop, errors = threading.Event(), []
     thread = threading.Thread(target=_keep_appending, args=(found, stop, errors), daemon=True)
     thread.start()
     try:
         _questions(
-            run, found, "during appends", sizes.ask_s, floor_ms=floor_ms,
-            append_len=sizes.append_len, appends_under_way=min(sizes.appends, len(found.sessions)),
+            run, found, "during appends", sizes.ask_s, append_len=sizes.append_len,
+            appends_under_way=sizes.appends,
         )  # fmt: skip
     finally:
         stop.set()
@@ -305,7 +304,7 @@ def _questions(run: Run, found: Service, name: str, seconds: float, **detail: An
     """Ask one question after another."""
     firsts, wholes = [], []
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    while time.perf_counter() < end or len(wholes) < found.sizes.rounds:
         session = found.sessions[int(found.rng.integers(len(found.sessions)))]
         question = found.question()
         began = time.perf_counter()
@@ -315,8 +314,11 @@ def _questions(run: Run, found: Service, name: str, seconds: float, **detail: An
         pending.result(WAIT_S)
         wholes.append((time.perf_counter() - began) * 1e3)
     detail |= {"sessions": len(found.sessions), "context": found.sizes.context}
-    run.report.wait(f"first token {name}", firsts, **detail)
-    run.report.wait(f"answer {name}", wholes, answer_len=found.sizes.answer_len, **detail)
+    floor_ms, answer_len = _floor_ms(run, found), found.sizes.answer_len
+    run.report.wait(f"first token {name}", firsts, floor_ms=floor_ms, **detail)
+    run.report.wait(
+        f"answer {name}", wholes, floor_ms=answer_len * floor_ms, answer_len=answer_len, **detail
+    )
 
 
 def _keep_appending(found: Service, stop: threading.Event, errors: list[BaseException]) -> None:

@@ -191,9 +191,9 @@ TINY = Sizes(
     queries=(32, 128),
     sessions=SessionSizes(
         model=_TINY_MODEL, count=4, context=192, evict=64, questions=4, question_len=8,
-        answer_len=2, append_len=8, appends=2, rounds=3, fill_s=10, ask_s=2,
+        answer_len=2, append_len=8, appends=2, rounds=3, fill_s=10, ask_s=1,
         shapes=_shapes(4, (8, 8), (32, 8), (32, 32)),
         small=dataclasses.replace(_TINY_MODEL, dtypes=DtypePolicy.named("float32")),
-        small_context=60, small_shapes=_shapes(4, (8, 8), (32, 8), (32, 32)),
+        small_context=60, small_shapes=_shapes(4, (8, 8), (32, 32)),
     ),
 )  # fmt: skip
