@@ -95,8 +95,9 @@ def test_prompts_of_a_service_share_what_is_computed_and_tenants_do_not():
 def test_every_page_is_counted_once_with_whoever_holds_it(tmp_path):
     """Pages of 8 cells, expected numbers from the lengths alone."""
     engine = tiny_engine.build(
-        num_pages=32, prefix_share=0.5, host_bytes=10**9, swap_dir=str(tmp_path)
-    )
+        num_pages=32, prefix_share=0.5, host_bytes=10**9, swap_dir=str(tmp_path),
+        step_shapes=tiny_engine.SHAPES[-1:],
+    )  # fmt: skip
     ids = tiny_engine.random_ids
     kept = engine.create(ids(1, 40))
     engine.close(kept)
