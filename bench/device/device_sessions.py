@@ -102,7 +102,7 @@ def jobs(sizes: SessionSizes) -> list[Job]:
         job("flash", 20, _flash),
         job("paid", 10, _paid),
         job("gate", 10, _gate),
-        job("fill", sizes.fill_s + sizes.ask_s, _fill),
+        *(job(f"fill {part}", sizes.fill_s + 2 * sizes.ask_s, _fill) for part in range(1, 5)),
         job("ask", 2 * sizes.ask_s, _ask),
         Job(name="sessions end", seconds=0, work=end, always=True),
     ]
@@ -178,7 +178,7 @@ def _flash(run: Run, found: Service) -> None:
             _require_fresh(asked[:count], version)
         run.report.wait(
             _flash_name(count), samples, questions=count, question_len=sizes.question_len,
-            answer_len=sizes.answer_len, context=sizes.context,
+            answer_len=sizes.answer_len, context=found.engine.session(session).context_len,
             steps=(found.engine.executor.steps - steps) / sizes.rounds - 1,  # less the append's
             floor_ms=sizes.answer_len * _floor_ms(run, found),
         )  # fmt: skip
@@ -192,8 +192,8 @@ def _require_fresh(asked: list[FlashQuery], version: int) -> None:
 
 
 def _floor_ms(run: Run, found: Service) -> float:
-    """Least time of a step: the weights and a session's cells are read."""
-    cells = found.sizes.context * found.sizes.model.bytes_per_cell
+    """Least time of a step: the weights and the cells of a session that has slid are read."""
+    cells = (found.sizes.context - found.sizes.evict) * found.sizes.model.bytes_per_cell
     return run.floor_ms(found.weight_bytes + cells)
 
 
@@ -262,7 +262,9 @@ def _sure_gate() -> Gate:
 
 
 def _fill(run: Run, found: Service) -> None:
-    """Fill the other sessions, as many as there is time for."""
+    """Fill more sessions, as many as there is time for."""
+    if len(found.sessions) == found.count:
+        return
     began, forwarded = time.perf_counter(), found.engine.executor.tokens_forwarded
     seconds = 0.0
     while len(found.sessions) < found.count and seconds < found.sizes.fill_s:
