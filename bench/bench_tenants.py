@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import tempfile
+from typing import Any
 
 import common
 import numpy as np
@@ -135,7 +136,7 @@ def overload(model: LoadedModel, report: Report, load: common.OtherLoad, *, seco
     )  # fmt: skip
 
 
-def beside(waits: Waits) -> dict[str, float]:
+def beside(waits: Waits) -> dict[str, Any]:
     """Name what a bar of waiting was made of."""
     return {
         "idle_s": waits.idle_s, "step_s": waits.step_s, "first_p50_s": common.median(waits.first_s),
