@@ -88,7 +88,7 @@ class Answer:
       version: the session's version it saw.
       context_len: context tokens it saw.
       tokens_forwarded: tokens that ran through the model for it.
-      cached_tokens: of the prompt, that others had computed; for prompts without a session.
+      cached_tokens: of the question or prompt, that had been computed before.
       gap: top-1 minus top-2 logit where the answer begins.
       blocks_kept: share of the context that attention read, see BlockSelector; None = all of it.
       tokens: each token with what was asked of it.

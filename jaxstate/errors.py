@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class JaxStateError(Exception):
     """Base of all errors of sessions, capacity and snapshots."""
@@ -32,12 +34,42 @@ class CancelledError(JaxStateError):
     """It was cancelled before it ended."""
 
 
+class ClosedError(CancelledError):
+    """Who should have run it has been closed."""
+
+
 class SessionError(JaxStateError):
     """The session is unknown, closed, or cannot do what was asked in its present state."""
 
 
+class UnknownSessionError(SessionError):
+    """No open session has this id, which is `session_id`."""
+
+    def __init__(self, session_id: str, open_ids: Iterable[str]):
+        """Name those that are open."""
+        known = ", ".join(open_ids) or "none"
+        super().__init__(f"session {session_id} is unknown or closed; open: {known}")
+        self.session_id = session_id
+
+
+class SessionExistsError(SessionError):
+    """The id of a new session is taken."""
+
+
+class ConflictError(SessionError):
+    """Two durable turns of a session would overlap; ask again behind the other."""
+
+
+class CursorError(JaxStateError):
+    """What a cursor points to is not kept any more."""
+
+
 class InputError(JaxStateError, ValueError):
     """An argument is wrong: empty, out of range, contradictory."""
+
+
+class UnknownQuestionError(InputError):
+    """No registered question has this id."""
 
 
 class SnapshotError(JaxStateError):

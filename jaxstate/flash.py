@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from jaxstate import gate as gate_module
 from jaxstate.answer import Answer, Source
 from jaxstate.calibration import ShadowSample
-from jaxstate.errors import InputError
+from jaxstate.errors import UnknownQuestionError
 from jaxstate.gate import Gate
 from jaxstate.sampling import Sampling
 
@@ -114,14 +114,16 @@ class FlashBoard:
         """Forget a question and its answer.
 
         Raises:
-          InputError: there is none with this id.
+          UnknownQuestionError: there is none with this id.
         """
         for key, query in self._by_key.items():
             if query.flash_id == flash_id:
                 del self._by_key[key]
                 return
         known = ", ".join(str(query.flash_id) for query in self.queries) or "none"
-        raise InputError(f"flash_id: expected one of the registered ({known}), got {flash_id}")
+        raise UnknownQuestionError(
+            f"flash_id: expected one of the registered ({known}), got {flash_id}"
+        )
 
     def find(self, question: Question) -> FlashQuery | None:
         """Return a question as it is registered, if it is."""

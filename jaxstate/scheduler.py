@@ -51,6 +51,7 @@ class Ticket:
       result: what the verb returned, once DONE.
       error: what it raised, once FAILED.
       tokens_forwarded: for it.
+      tokens_to_first: of these, up to its first output.
       started, first_output, ended: seconds on the same clock; None until then.
     """
 
@@ -64,6 +65,7 @@ class Ticket:
     result: Any = None
     error: BaseException | None = None
     tokens_forwarded: int = 0
+    tokens_to_first: int = 0
     started: float | None = None
     first_output: float | None = None
     ended: float | None = None
@@ -84,6 +86,7 @@ class _Running:
     steps: Steps | TokenSteps | None = None
     need: Need | None = None
     prefill: Prefill | None = None
+    can_stop: bool = True
 
 
 class Scheduler:
@@ -133,6 +136,7 @@ class Scheduler:
         exclusive: bool = False,
         prefix: Sequence[int] = (),
         tenant: str = "",
+        can_stop: bool | None = None,
     ) -> Ticket:
         """Queue a verb.
 
@@ -144,6 +148,8 @@ class Scheduler:
           exclusive: see plan.Job; for durable verbs that evict or roll back, see Verbs.
           prefix: the whole context that it computes from position 0; where others of the tenant
             compute the same beginning, one does and the others wait for it.
+          can_stop: it may be cancelled when it has begun; None = unless it is an append, whose
+            evictions are gone by then.
         Raises:
           CapacityError: it would not fit an empty pool.
         """
@@ -164,6 +170,7 @@ class Scheduler:
             exclusive=exclusive,
         )  # fmt: skip
         running = _Running(ticket=ticket, begin=begin, job=job)
+        running.can_stop = job_class is not JobClass.APPEND if can_stop is None else can_stop
         if len(prefix) and self._prefixes:
             running.prefill = Prefill(
                 job_id=job_id, tenant=tenant, token_ids=np.asarray(prefix, np.int32), cells=cells,
@@ -187,11 +194,10 @@ class Scheduler:
     def cancel(self, ticket: Ticket, now: float) -> bool:
         """End a verb where it is and give its cells back at once; False if it goes on or is over.
 
-        An append that has begun goes on: what it evicts is gone by then.
+        What has begun and cannot stop goes on, see submit.
         """
         running = self._running.get(ticket.job_id)
-        begun = running is not None and running.steps is not None
-        if running is None or (begun and ticket.job_class is JobClass.APPEND):
+        if running is None or (running.steps is not None and not running.can_stop):
             return False
         self._end(running, State.CANCELLED, now)
         return True
@@ -358,6 +364,7 @@ class Scheduler:
             running.ticket.tokens_forwarded += ran.tokens
             if need.outputs and ran.tokens == need.tokens and running.ticket.first_output is None:
                 running.ticket.first_output = ended
+                running.ticket.tokens_to_first = running.ticket.tokens_forwarded
             try:
                 self._next(running, ran, ended)
             except Exception as error:

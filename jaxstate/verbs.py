@@ -24,7 +24,15 @@ from jaxstate import session as session_module
 from jaxstate.answer import Answer, Evidence, FinishReason, Source
 from jaxstate.choices import ChoiceTree
 from jaxstate.config import EngineConfig
-from jaxstate.errors import CapacityError, InputError, SessionError, SnapshotError
+from jaxstate.errors import (
+    CapacityError,
+    ConflictError,
+    InputError,
+    SessionError,
+    SessionExistsError,
+    SnapshotError,
+    UnknownSessionError,
+)
 from jaxstate.executor import Executor
 from jaxstate.generation import Request, RequestOptions
 from jaxstate.models.config import ModelConfig
@@ -78,7 +86,9 @@ class Verbs:
             raise InputError(f'when_full: expected "error" or "slide", got "{when_full}"')
         name = session_id if session_id is not None else self._free_name()
         if name in self.sessions:
-            raise SessionError(f"session {name} exists already; choose another id or close it")
+            raise SessionExistsError(
+                f"session {name} exists already; choose another id or close it"
+            )
         session = Session(
             session_id=name, owner=next(self._owners), when_full=when_full, tenant=tenant
         )
@@ -100,17 +110,16 @@ class Verbs:
         try:
             return self.sessions[session_id]
         except KeyError:
-            raise SessionError(
-                f"session {session_id} is unknown or closed; open: "
-                f"{', '.join(self.sessions) or 'none'}"
-            ) from None
+            raise UnknownSessionError(session_id, self.sessions) from None
 
     def fork(self, session_id: str, *, new_id: str | None = None) -> str:
         """See Engine.fork."""
         parent = self.session(session_id)
         name = new_id if new_id is not None else self._free_name()
         if name in self.sessions:
-            raise SessionError(f"session {name} exists already; choose another id or close it")
+            raise SessionExistsError(
+                f"session {name} exists already; choose another id or close it"
+            )
         self._bring_back(parent)
         self.pages.hold(parent.entries)
         self.sessions[name] = Session(
@@ -337,7 +346,7 @@ class Verbs:
             if decided and evidence:
                 return answer(
                     decided.choice, ready, source=Source.GATED, tokens_forwarded=0,
-                    first_token=decided, evidence=evidence,
+                    cached_tokens=skip, first_token=decided, evidence=evidence,
                 )  # fmt: skip
         tail = self._tail(session, next(self._owners), paid, skip, len(ids) - skip)
         try:
@@ -351,8 +360,8 @@ class Verbs:
         best = max(range(len(scores)), key=lambda index: (scores[index], -index))
         return answer(
             best, root, source=Source.RESUMED if skip else Source.COMPUTED,
-            tokens_forwarded=tail.tokens_forwarded, choice_logprobs=tuple(scores),
-            first_token=decided,
+            tokens_forwarded=tail.tokens_forwarded, cached_tokens=skip,
+            choice_logprobs=tuple(scores), first_token=decided,
         )  # fmt: skip
 
     def stream_generate(
@@ -676,7 +685,7 @@ class Verbs:
             version=version,
             context_len=context_len,
             tokens_forwarded=tail.tokens_forwarded,
-            cached_tokens=skip if is_prompt else 0,
+            cached_tokens=skip,
             rebuilt=session.rebuilt,
             blocks_kept=self._blocks_kept if selects else None,
         )
@@ -684,7 +693,7 @@ class Verbs:
     def _commit(self, session: Session, version: int, tail: Tail, ids, answer: list[int]) -> Steps:
         """Make a finished tail part of the stream."""
         if session.version != version or self.sessions.get(session.session_id) is not session:
-            raise SessionError(
+            raise ConflictError(
                 f"session {session.session_id} changed while a turn to be committed was running; "
                 "ask again"
             )

@@ -22,29 +22,41 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack
 
+import numpy as np
+
 from jaxstate import drift
-from jaxstate.answer import Answer, Evidence, Source, Token
+from jaxstate.answer import Answer, Evidence, Source
 from jaxstate.calibration import ShadowSample
+from jaxstate.config import EngineConfig
 from jaxstate.engine import Engine
 from jaxstate.errors import (
     BusyError,
     CancelledError,
-    ExpiredError,
+    ClosedError,
+    ConflictError,
+    InputError,
     JaxStateError,
     SessionError,
+    UnknownSessionError,
 )
 from jaxstate.flash import FlashBoard, FlashQuery, Question
 from jaxstate.gate import Gate, same_answer
 from jaxstate.generation import RequestOptions
 from jaxstate.metrics import Cells, Metrics, count_cells
+from jaxstate.models.config import ModelConfig
+from jaxstate.needs import Steps
 from jaxstate.plan import AGE_S, JobClass, Limits
 from jaxstate.prepositioning import Entry, Prepositions
 from jaxstate.scheduler import Scheduler, State, Ticket
+from jaxstate.serving.answer_log import AnswerLog, FreshAnswer
+from jaxstate.serving.append_memory import AppendMemory, Number
 from jaxstate.serving.compilations import Compilations
-from jaxstate.session import WhenFull
+from jaxstate.serving.description import ServiceInfo, SessionInfo
+from jaxstate.serving.pending import Pending
+from jaxstate.session import WhenFull, common_len
 
 Stale = Literal["compute", "wait", "serve"]
 """What a query does whose registered answer is not of the newest version: compute it now, wait for
@@ -57,64 +69,6 @@ header leads to, whatever is asked."""
 BURST_GAP_S = 0.005
 """An append that is asked for within this time behind the one before makes a burst, which is over
 when so much time has passed without one; a client sends its next within less."""
-
-
-class Pending:
-    """A verb under way: `result()` waits for its end, iteration yields an answer's tokens."""
-
-    def __init__(self, changed: threading.Condition, ticket: Ticket | None, result: Any = None):
-        """Made by LocalService; without a ticket it is done and has this result."""
-        self._changed = changed
-        self._ticket = ticket
-        self._result = result
-        self._taken = 0  # tokens
-        self._cancel: Callable[[], Any] = lambda: None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more will come of it."""
-        return self._ticket is None or self._ticket.is_over
-
-    def result(self, timeout_s: float | None = None) -> Any:
-        """Wait for the end and return what the verb returns, or raise what it raised.
-
-        Raises:
-          TimeoutError: it goes on.
-          ExpiredError, CancelledError: it was not run, or not to its end.
-        """
-        ticket = self._ticket
-        if ticket is None:
-            return self._result
-        with self._changed:
-            if not self._changed.wait_for(lambda: ticket.is_over, timeout_s):
-                raise TimeoutError(f"{ticket.job_class.name} of session {ticket.session} goes on")
-        if ticket.error is not None:
-            raise ticket.error
-        if ticket.state is State.EXPIRED:
-            raise ExpiredError(f"session {ticket.session}: the deadline passed, nothing was run")
-        if ticket.state is State.CANCELLED:
-            raise CancelledError(f"session {ticket.session}: cancelled")
-        return ticket.result
-
-    def __iter__(self) -> Iterator[Token]:
-        """Yield tokens as they are drawn; raises as `result` does."""
-        ticket = self._ticket
-        if ticket is None:
-            yield from self._result.tokens
-            return
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: len(ticket.tokens) > self._taken or ticket.is_over)
-                tokens = ticket.tokens[self._taken :]
-                self._taken += len(tokens)
-            yield from tokens
-            if not tokens:
-                self.result()
-                return
-
-    def cancel(self) -> None:
-        """End it at the next step; an append that has begun goes on."""
-        self._cancel()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -185,6 +139,9 @@ class LocalService:
         self._commands: collections.deque[Callable[[], Any]] = collections.deque()
         self._submitting: collections.Counter[JobClass] = collections.Counter()
         self._boards: dict[str, FlashBoard] = {}
+        self._logs: dict[str, AnswerLog] = {}
+        self._memories: dict[str, AppendMemory] = {}
+        self._listeners: list[Callable[[], None]] = []
         self._prepositions: dict[str, Prepositions] = {}
         self._advancing: dict[Ticket, tuple[Prepositions, Entry, int]] = {}  # version
         self._evaluating: dict[Ticket, _Evaluation] = {}
@@ -210,18 +167,33 @@ class LocalService:
         tenant: str = "",
     ) -> str:
         """See Engine.create; returns when the prefix is computed, in steps shared with others."""
+        return self.begin_create(
+            frozen, session_id=session_id, when_full=when_full, tenant=tenant
+        ).result()
+
+    def begin_create(
+        self,
+        frozen: Sequence[int] = (),
+        *,
+        session_id: str | None = None,
+        when_full: WhenFull = "error",
+        tenant: str = "",
+        deadline_s: float = math.inf,
+    ) -> Pending:
+        """Like create, without waiting; its result is the id. Cancelled, there is no session."""
+
+        def begin() -> Steps:
+            name = yield from self._engine.verbs.create(frozen, session_id, when_full, tenant)
+            self._open(name)
+            return name
 
         def submit(pending: Pending) -> None:
-            begin = functools.partial(
-                self._engine.verbs.create, frozen, session_id, when_full, tenant
-            )
             self._submit_new(
-                pending, begin, frozen, JobClass.APPEND, cells=len(frozen), tenant=tenant
-            )
+                pending, begin, frozen, JobClass.APPEND, cells=len(frozen), tenant=tenant,
+                deadline_s=deadline_s, can_stop=True,
+            )  # fmt: skip
 
-        name = self._pending(JobClass.APPEND, submit).result()
-        self._call(functools.partial(self._open, name))
-        return name
+        return self._pending(JobClass.APPEND, submit)
 
     def fork(self, session_id: str, *, new_id: str | None = None) -> str:
         """See Engine.fork; registered questions stay with the parent."""
@@ -247,36 +219,100 @@ class LocalService:
                     f"session {session_id}: an append is being computed; close it when it is done"
                 )
             self._engine.close(session_id)
-            del self._versions[session_id], self._boards[session_id]
-            del self._prepositions[session_id]
-            self._outdated_since.pop(session_id, None)
-            self._bursts.pop(session_id, None)
+            with self._changed:
+                del self._versions[session_id], self._boards[session_id]
+                del self._prepositions[session_id], self._logs[session_id]
+                del self._memories[session_id]
+                self._outdated_since.pop(session_id, None)
+                self._bursts.pop(session_id, None)
 
         self._call(close)
 
+    def describe(self, session_id: str) -> SessionInfo:
+        """Say how a session stands between two steps."""
+        return self._call(functools.partial(self._describe, session_id))
+
+    def describe_all(self) -> list[SessionInfo]:
+        """Say how all open sessions stand between two steps, by id."""
+        return self._call(lambda: [self._describe(name) for name in sorted(self._versions)])
+
+    def _describe(self, session_id: str) -> SessionInfo:
+        session = self._engine.session(session_id)
+        return SessionInfo.of(session, len(self._boards[session_id].queries))
+
+    def version(self, session_id: str) -> int:
+        """Return a session's newest computed version."""
+        with self._changed:
+            if session_id not in self._versions:
+                raise UnknownSessionError(session_id, self._versions)
+            return self._versions[session_id]
+
     # Verbs
 
-    def append(self, session_id: str, token_ids: Sequence[int], **how: Any) -> Pending:
-        """See Engine.append; its result is the new version. `how`: deadline_s."""
+    def append(
+        self,
+        session_id: str,
+        token_ids: Sequence[int],
+        *,
+        number: Number | None = None,
+        behind: Pending | None = None,
+        **how: Any,
+    ) -> Pending:
+        """See Engine.append; its result is the new version.
+
+        Args:
+          number: one that comes again with the same number is applied once, see AppendMemory.
+          behind: an earlier append of the session, if that has to be done for this to be run.
+          how: deadline_s.
+        """
         count = len(token_ids)
-        asked = self._clock()
+        begin = self._engine.verbs.append
+        if behind is not None:
+            begin = functools.partial(_only_behind, behind, begin)
 
         def submit(pending: Pending) -> None:
             session = self._engine.session(session_id)
+            known = self._memories[session_id].find(number, token_ids) if number else None
+            if known is not None:
+                self._attach(pending, known)
+                return
             ahead = sum(
                 tokens for ticket, tokens in self._appending.items() if ticket.session == session_id
             )
             full = session.context_len + ahead + count > self._engine.config.context_len
-            self._submit(
-                pending, self._engine.verbs.append, session_id, token_ids, JobClass.APPEND,
-                cells=count, exclusive=full, **how,
+            ticket = self._submit_durable(
+                pending, begin, session_id, token_ids, cells=count, exclusive=full, **how
+            )
+            if number:
+                self._memories[session_id].note(number, token_ids, ticket)
+
+        return self._pending(JobClass.APPEND, submit)
+
+    def update(self, session_id: str, token_ids: Sequence[int], **how: Any) -> Pending:
+        """See Engine.update; its result is the new version. `how`: deadline_s."""
+
+        def submit(pending: Pending) -> None:
+            session = self._engine.session(session_id)
+            count = len(token_ids)
+            if not any(ticket.session == session_id for ticket in self._appending):
+                stream = np.asarray(session.token_ids[session.frozen_len :], np.int64)
+                count -= common_len(stream, np.asarray(token_ids, np.int64))
+            self._submit_durable(
+                pending, self._engine.verbs.update, session_id, token_ids, cells=count,
+                exclusive=True, **how,
             )  # fmt: skip
-            assert pending._ticket is not None
-            self._appending[pending._ticket] = count
-            burst, now = self._bursts[session_id], self._clock()
-            burst.over = math.inf if asked - burst.last < BURST_GAP_S else -math.inf
-            burst.last = now
-            self._drop_evaluations(session_id)
+
+        return self._pending(JobClass.APPEND, submit)
+
+    def rollback(self, session_id: str, count: int, **how: Any) -> Pending:
+        """See Engine.rollback; its result is the new version. `how`: deadline_s."""
+
+        def begin(session_id: str, token_ids: Sequence[int]) -> Steps:
+            yield from ()  # a verb like the others, that needs nothing
+            return self._engine.rollback(session_id, count)
+
+        def submit(pending: Pending) -> None:
+            self._submit_durable(pending, begin, session_id, (), cells=0, exclusive=True, **how)
 
         return self._pending(JobClass.APPEND, submit)
 
@@ -288,6 +324,9 @@ class LocalService:
         stale: Stale = "compute",
         risk: float | None = None,
         entry: From = "question",
+        commit: bool = False,
+        stop: Sequence[str] = (),
+        top_logprobs: int | None = None,
         **how: Any,
     ) -> Pending:
         """Ask; its result is the Answer, its tokens come as they are drawn.
@@ -300,10 +339,16 @@ class LocalService:
             evidence; else, and always without a risk, the answer is the full one. None = as
             registered.
           entry: see From.
+          commit: question and answer become part of the session, unless cancelled before the end.
+          stop, top_logprobs: see generation.Request. With these or commit the answer is computed:
+            what is at hand knows nothing of them.
           how: deadline_s, seconds after which it need not be begun any more.
         Raises:
-          InputError: a risk that no gate can keep.
+          InputError: a risk that no gate can keep, or choices with stop, top_logprobs or commit.
+          ConflictError: commit, and another such turn of the session is under way.
         """
+        if commit or stop or top_logprobs is not None:
+            return self._ask_apart(session_id, question, commit, stop, top_logprobs, **how)
         with self._changed:
             board = self._boards.get(session_id)
             query = board.find(question) if board else None
@@ -322,6 +367,7 @@ class LocalService:
                 return Pending(self._changed, None, answer)
 
         def submit(pending: Pending) -> None:
+            self._engine.session(session_id)
             if query is None or not board:
                 self._prepositions[session_id].receive(question.token_ids)
                 self._submit_question(pending, session_id, question, JobClass.QUERY, **how)
@@ -330,6 +376,48 @@ class LocalService:
                 self._submit_evaluation(pending, session_id, query, asked=1, gate=gate, **how)
             elif not self._join(pending, session_id, query, **how):
                 self._submit_evaluation(pending, session_id, query, asked=1, **how)
+
+        return self._pending(JobClass.QUERY, submit)
+
+    def _ask_apart(
+        self,
+        session_id: str,
+        question: Question,
+        commit: bool,
+        stop: Sequence[str],
+        top_logprobs: int | None,
+        **how: Any,
+    ) -> Pending:
+        """Ask what no answer at hand can be the answer to."""
+        if question.choices:
+            raise InputError(
+                "choices: expected none with commit, stop or top_logprobs; ask twice, or append "
+                "the best choice"
+            )
+        begin = functools.partial(
+            self._engine.verbs.stream, max_new_tokens=question.max_new_tokens, commit=commit,
+            eos_ids=question.eos_ids, sampling=question.sampling, stop=stop,
+            top_logprobs=top_logprobs,
+        )  # fmt: skip
+        cells = len(question.token_ids) + question.max_new_tokens
+
+        def submit(pending: Pending) -> None:
+            if not commit:
+                self._submit(
+                    pending, begin, session_id, question.token_ids, JobClass.QUERY, cells=cells,
+                    **how,
+                )  # fmt: skip
+                return
+            turns = [one for one in self._appending if one.job_class is JobClass.QUERY]
+            if any(turn.session == session_id for turn in turns):
+                raise ConflictError(
+                    f"session {session_id}: another turn that will be committed is under way; ask "
+                    "when it is over"
+                )
+            self._submit_durable(
+                pending, begin, session_id, question.token_ids, JobClass.QUERY, cells=cells,
+                exclusive=True, **how,
+            )  # fmt: skip
 
         return self._pending(JobClass.QUERY, submit)
 
@@ -410,6 +498,79 @@ class LocalService:
 
         self._call(unregister)
 
+    def flash_queries(self, session_id: str) -> list[FlashQuery]:
+        """Return copies of a session's registered questions as they stand between two steps."""
+
+        def copies() -> list[FlashQuery]:
+            self._engine.session(session_id)
+            return [dataclasses.replace(query) for query in self._boards[session_id].queries]
+
+        return self._call(copies)
+
+    def answers(self, session_id: str, cursor: str = "") -> tuple[list[FreshAnswer], str]:
+        """Return fresh answers to registered questions behind a cursor, and the next cursor.
+
+        Args:
+          cursor: "" = begin with the newest answer of every question.
+        Raises:
+          CursorError: more has come behind it than is kept.
+        """
+        with self._changed:
+            version = self.version(session_id)
+            log = self._logs[session_id]
+            if cursor:
+                found = log.since(cursor)
+            else:
+                found = log.newest(self._boards[session_id].queries)
+            aged = [
+                dataclasses.replace(
+                    one, answer=dataclasses.replace(one.answer, age=version - one.answer.version)
+                )
+                for one in found
+            ]
+            return aged, log.cursor
+
+    def is_coming(self, session_id: str, question: Question) -> bool:
+        """Say whether a registered question is going to have an answer of the newest version."""
+        with self._changed:
+            return self._is_coming(session_id, question)
+
+    # All of it
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model that it runs."""
+        return self._engine.model
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's sizes."""
+        return self._engine.config
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Decode tokens; "" without a tokenizer."""
+        return self._engine.verbs.text(token_ids)
+
+    def stats(self) -> ServiceInfo:
+        """Say how it stands between two steps."""
+        return self._call(
+            lambda: ServiceInfo.of(self._engine, self.metrics, self._scheduler.waiting)
+        )
+
+    def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Have the worker call back behind every step and change; returns what ends that.
+
+        The callback must return at once and may use nothing of the service.
+        """
+        with self._changed:
+            self._listeners.append(callback)
+
+        def end() -> None:
+            with self._changed:
+                self._listeners.remove(callback)
+
+        return end
+
     def wait_until_idle(self, timeout_s: float | None = None) -> None:
         """Wait until nothing runs or waits and all registered questions are answered.
 
@@ -467,7 +628,7 @@ class LocalService:
                     retry_after_s=self._max_waiting * self._step_s / self._scheduler.limits.rows,
                 )
             self._submitting[job_class] += 1
-        pending = Pending(self._changed, None)
+        pending = Pending(self._changed, None, asked=self._clock())
         try:
             self._call(functools.partial(submit, pending))
         finally:
@@ -481,9 +642,9 @@ class LocalService:
         self._commands.append(command)
         self._changed.notify_all()
 
-    def _closed(self) -> CancelledError:
+    def _closed(self) -> ClosedError:
         why = f": {self._failure!r}" if self._failure else ""
-        return CancelledError(f"the service is closed{why}")
+        return ClosedError(f"the service is closed{why}")
 
     def _look_up(self, session_id: str, question: Question, stale: bool = False) -> Answer | None:
         board = self._boards.get(session_id)
@@ -523,6 +684,8 @@ class LocalService:
         self._versions[session_id] = self._engine.session(session_id).version
         self._boards[session_id] = FlashBoard()
         self._prepositions[session_id] = Prepositions(self._preposition)
+        self._logs[session_id] = AnswerLog()
+        self._memories[session_id] = AppendMemory()
 
     def _submit_question(
         self,
@@ -584,6 +747,26 @@ class LocalService:
             pending, begin, session_id, entry.token_ids, JobClass.ADVANCE, cells=cells, **how
         )
 
+    def _submit_durable(
+        self,
+        pending: Pending,
+        begin: Callable,
+        session_id: str,
+        token_ids: Sequence[int],
+        job_class: JobClass = JobClass.APPEND,
+        *,
+        cells: int,
+        **how: Any,
+    ) -> Ticket:
+        """Submit what will change a session."""
+        ticket = self._submit(pending, begin, session_id, token_ids, job_class, cells=cells, **how)
+        self._appending[ticket] = cells
+        burst = self._bursts[session_id]
+        burst.over = math.inf if pending.asked - burst.last < BURST_GAP_S else -math.inf
+        burst.last = self._clock()
+        self._drop_evaluations(session_id)
+        return ticket
+
     def _submit(
         self,
         pending: Pending,
@@ -595,7 +778,7 @@ class LocalService:
         cells: int,
         exclusive: bool = False,
         deadline_s: float = math.inf,
-    ) -> None:
+    ) -> Ticket:
         self._engine.session(session_id)  # known, or refused at once
         now = self._clock()
         ticket = self._scheduler.submit(
@@ -604,6 +787,7 @@ class LocalService:
             deadline=now + deadline_s, exclusive=exclusive,
         )  # fmt: skip
         self._attach(pending, ticket)
+        return ticket
 
     def _submit_new(
         self,
@@ -615,12 +799,14 @@ class LocalService:
         cells: int,
         tenant: str,
         deadline_s: float = math.inf,
+        can_stop: bool | None = None,
     ) -> None:
         """Submit a verb that computes a context of its own from its start."""
         now = self._clock()
         ticket = self._scheduler.submit(
             begin, job_class=job_class, session=f"new {next(self._news)}", tokens=len(token_ids),
             cells=cells, now=now, deadline=now + deadline_s, prefix=token_ids, tenant=tenant,
+            can_stop=can_stop,
         )  # fmt: skip
         self._attach(pending, ticket)
 
@@ -653,13 +839,13 @@ class LocalService:
             with self._changed:
                 self._closing = True
                 self._scheduler.end(self._clock())
-                self._changed.notify_all()
+                self._notify()
 
     def _work(self, compilations: Compilations) -> None:
         """Run commands and steps until the service is closed."""
         while True:
             with self._changed:
-                self._changed.notify_all()
+                self._notify()
                 if not self._commands and not self._closing:
                     if self._is_idle():
                         self._changed.wait()
@@ -682,6 +868,12 @@ class LocalService:
                 self._note_ends()
                 self._evaluate()
                 self._preposition_all()
+
+    def _notify(self) -> None:
+        """Wake whoever waits for a change."""
+        self._changed.notify_all()
+        for callback in self._listeners:
+            callback()
 
     def _note_ends(self) -> None:
         for ticket in [ticket for ticket in self._appending if ticket.is_over]:
@@ -717,6 +909,8 @@ class LocalService:
         if answer.source is Source.GATED:
             return
         if evaluation.board.note(evaluation.query, answer, self._clock()):
+            if ticket.session in self._logs:
+                self._logs[ticket.session].add(evaluation.query.flash_id, answer)
             evaluation.query.served += evaluation.asked
             self._sample_headers(ticket.session, evaluation.query, answer)
 
@@ -794,6 +988,15 @@ class LocalService:
             or self._prepositions[session_id].outdated(self._versions[session_id])
             for session_id, board in self._boards.items()
         )
+
+
+def _only_behind(
+    earlier: Pending, begin: Callable[..., Steps], session_id: str, token_ids: Sequence[int]
+) -> Steps:
+    """Run an append if the one before it is done, so that a series has no holes."""
+    if earlier._ticket is None or earlier._ticket.state is not State.DONE:
+        raise CancelledError(f"session {session_id}: the append before this one was not done")
+    return (yield from begin(session_id, token_ids))
 
 
 def _first_token(query: FlashQuery, risk: float, gap: float) -> Evidence | None:
