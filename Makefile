@@ -2,13 +2,14 @@
 # make demo      candles stream into sessions on two models; everything else it needs it fetches
 # make test      lint, types and tests, under 12 minutes on 2 cores
 # make test-all  the long suites too, under 60 minutes
+# make stubs     generate the messages of serving/jaxstate.proto anew
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 # A file's tests stay in one process: they share what they compiled.
 WORKERS ?= --numprocesses 2 --dist loadfile
 
-.PHONY: setup demo check test test-all bench clean
+.PHONY: setup demo check test test-all bench stubs clean
 
 setup: $(STAMP)
 
@@ -37,6 +38,14 @@ test-all: check
 
 bench: setup
 	$(BIN)/python bench/bench_market.py
+
+# Made by an old compiler, so that old and new protobuf runtimes load them.
+stubs:
+	$(PYTHON) -m venv build/stubs
+	build/stubs/bin/python -m pip install --quiet 'grpcio-tools==1.71.*'
+	build/stubs/bin/python -m grpc_tools.protoc -Ijaxstate/serving=serving --python_out=build/stubs \
+		--pyi_out=build/stubs --grpc_python_out=build/stubs jaxstate/serving/jaxstate.proto
+	mv build/stubs/jaxstate/serving/jaxstate_pb2* serving/
 
 clean:
 	rm -rf .venv build/types build *.egg-info

@@ -20,12 +20,13 @@ class FreshAnswer:
 
     Attributes:
       cursor: what comes behind this one is `AnswerLog.since(cursor)`.
-      flash_id: the question's.
+      flash_id, prompt_len: the question's; its length in tokens.
       answer: its `age` is that at the time of reading.
     """
 
     cursor: str
     flash_id: int
+    prompt_len: int
     answer: Answer
 
 
@@ -43,24 +44,20 @@ class AnswerLog:
         """Where it ends now."""
         return f"{self._name}.{self._count}"
 
-    def add(self, flash_id: int, answer: Answer) -> None:
+    def add(self, query: FlashQuery, answer: Answer) -> None:
         """Note an answer."""
         self._count += 1
-        self._kept.append(FreshAnswer(cursor=self.cursor, flash_id=flash_id, answer=answer))
+        self._kept.append(_fresh(self.cursor, query, answer))
 
     def newest(self, queries: Sequence[FlashQuery]) -> list[FreshAnswer]:
         """Return the newest answer of every question that has one.
 
         All but the last carry no cursor: who goes on from one of them begins anew.
         """
-        answered = [(query.flash_id, query.answer) for query in queries if query.answer]
+        answered = [(query, query.answer) for query in queries if query.answer]
         return [
-            FreshAnswer(
-                cursor=self.cursor if index == len(answered) else "",
-                flash_id=flash_id,
-                answer=answer,
-            )
-            for index, (flash_id, answer) in enumerate(answered, 1)
+            _fresh(self.cursor if index == len(answered) else "", query, answer)
+            for index, (query, answer) in enumerate(answered, 1)
         ]
 
     def since(self, cursor: str) -> list[FreshAnswer]:
@@ -77,4 +74,13 @@ class AnswerLog:
                 f"cursor: expected one of this session's last {len(self._kept)} answers, got "
                 f'"{cursor}"; leave it out to begin with the newest answer of every question'
             )
-        return list(self._kept)[len(self._kept) - missed :]
+        return list(self._kept)[len(self._kept) - missed :] if missed else []
+
+
+def _fresh(cursor: str, query: FlashQuery, answer: Answer) -> FreshAnswer:
+    return FreshAnswer(
+        cursor=cursor,
+        flash_id=query.flash_id,
+        prompt_len=len(query.question.token_ids),
+        answer=answer,
+    )

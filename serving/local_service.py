@@ -910,7 +910,7 @@ class LocalService:
             return
         if evaluation.board.note(evaluation.query, answer, self._clock()):
             if ticket.session in self._logs:
-                self._logs[ticket.session].add(evaluation.query.flash_id, answer)
+                self._logs[ticket.session].add(evaluation.query, answer)
             evaluation.query.served += evaluation.asked
             self._sample_headers(ticket.session, evaluation.query, answer)
 

@@ -1,0 +1,253 @@
+"""One call of a client: what it may use, how it waits for the worker, and how it ends.
+
+The event loop never waits for the worker: verbs are submitted from a few threads, and the worker
+wakes the loop behind every step. A client that goes away, or whose deadline passes, cancels what
+was begun for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+
+from jaxstate.errors import ClosedError, InputError, JaxStateError
+from jaxstate.models.tokenizer import Tokenizer
+from jaxstate.serving import jaxstate_pb2 as pb
+from jaxstate.serving import prompts
+from jaxstate.serving.local_service import LocalService
+from jaxstate.serving.pending import Pending
+from jaxstate.serving.rpc_errors import UnavailableError
+
+NUM_THREADS = 64  # that may wait for the worker to take a verb
+_LONG_TEXT = 4096  # bytes of a prompt that is worth a thread
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Served:
+    """What a server serves.
+
+    Attributes:
+      service: runs the verbs; whoever made it closes it.
+      tokenizer: of its engine; None = clients send token ids.
+      name: the model's.
+    """
+
+    service: LocalService
+    tokenizer: Tokenizer | None
+    name: str
+
+
+class Backend:
+    """What is served to the calls of one event loop: nothing at first, nothing more in the end."""
+
+    def __init__(self):
+        """Start closed, in the event loop that will run the calls."""
+        self._loop = asyncio.get_running_loop()
+        self._served: Served | None = None
+        self._draining = False
+        self._threads = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "jaxstate-call")
+        self._changed: asyncio.Future[None] = self._loop.create_future()
+        self._told = False
+        self._unlisten: Callable[[], None] = lambda: None
+        self.num_calls = 0
+
+    @property
+    def served(self) -> Served:
+        """What is served.
+
+        Raises:
+          UnavailableError: nothing yet, or nothing more.
+        """
+        if self._draining:
+            raise UnavailableError("the server is going down; try another, or later", 1.0)
+        if self._served is None:
+            raise UnavailableError("the model is not loaded yet; come again", 1.0)
+        return self._served
+
+    def open(self, served: Served) -> None:
+        """Serve from now on."""
+        self._served = served
+        self._unlisten = served.service.listen(self._tell)
+
+    def drain(self) -> None:
+        """Refuse new calls and end those that have no end of their own."""
+        self._draining = True
+        self._wake()
+
+    def close(self) -> None:
+        """Let go of the service."""
+        self._unlisten()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def change(self) -> None:
+        """Wait for the worker's next step or change."""
+        await asyncio.shield(self._changed)
+
+    async def run(
+        self, function: Callable[..., Any], *args, undo: Callable[[Any], Any], **kwargs
+    ) -> Any:
+        """Run what may wait for the worker; `undo` gets its result if nobody waits any more."""
+        call = functools.partial(function, *args, **kwargs)
+        running = self._loop.run_in_executor(self._threads, call)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            running.add_done_callback(functools.partial(self._undo, undo))
+            raise
+
+    def later(self, function: Callable[..., Any], *args: Any) -> None:
+        """Run what nobody waits for."""
+        self._threads.submit(function, *args)
+
+    def _undo(self, undo: Callable[[Any], Any], done: asyncio.Future) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self.later(undo, done.result())
+
+    def _tell(self) -> None:
+        """Called by the worker: wake the loop, once for all that happens until it wakes."""
+        if not self._told and not self._loop.is_closed():
+            self._told = True
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._told = False
+        changed, self._changed = self._changed, self._loop.create_future()
+        changed.set_result(None)
+
+
+class Call:
+    """One call of a client."""
+
+    def __init__(self, backend: Backend, context: grpc.aio.ServicerContext):
+        """Admit it.
+
+        Raises:
+          UnavailableError: nothing is served.
+        """
+        self._backend = backend
+        self._context = context
+        served = backend.served
+        self.service = served.service
+        self.tokenizer = served.tokenizer
+        self.model_name = served.name
+        self.tenant = tenant_of(context)
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds that are left to it; inf without a deadline."""
+        left = self._context.time_remaining()
+        return math.inf if left is None else left
+
+    async def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        undo: Callable[[Any], Any] = lambda result: None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run what may wait for the worker, in a thread.
+
+        Args:
+          undo: gets the result if the client has gone away meanwhile.
+        """
+        return await self._backend.run(function, *args, undo=undo, **kwargs)
+
+    async def begin(self, function: Callable[..., Pending], *args: Any, **kwargs: Any) -> Pending:
+        """Submit a verb with what is left of the deadline, and return when the worker has it."""
+        kwargs["deadline_s"] = self.deadline_s
+        return await self.run(function, *args, undo=_cancel, **kwargs)
+
+    async def result(
+        self,
+        pending: Pending,
+        *,
+        cancels: bool = True,
+        undo: Callable[[Any], Any] = lambda result: None,
+    ) -> Any:
+        """Wait for the end of a verb and return its result.
+
+        Args:
+          cancels: it is cancelled if the client goes away.
+          undo: gets the result if the verb ended in spite of that.
+        """
+        try:
+            while not pending.is_over:
+                await self.change()
+        except asyncio.CancelledError:
+            if cancels:
+                self.later(_cancelled, pending, undo)
+            raise
+        return pending.result(0)
+
+    def cancel(self, pending: Pending) -> None:
+        """End a verb that is not over at the next step."""
+        if not pending.is_over:
+            self.later(_cancel, pending)
+
+    def later(self, function: Callable[..., Any], *args: Any) -> None:
+        """Run what may wait for the worker and what nobody waits for."""
+        self._backend.later(function, *args)
+
+    async def change(self) -> None:
+        """Wait for the worker's next step or change."""
+        await self._backend.change()
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until the worker makes something true.
+
+        Raises:
+          UnavailableError: the server goes down.
+        """
+        while not condition():
+            await self.change()
+            self.check_served()
+
+    def check_served(self) -> None:
+        """Raise UnavailableError when the server goes down."""
+        _ = self._backend.served
+
+    async def ids(self, prompt: pb.Prompt, field: str, *, begins: bool = False) -> list[int]:
+        """Return a prompt's token ids, see prompts.ids."""
+        encode = functools.partial(prompts.ids, prompt, field, self.tokenizer, begins=begins)
+        is_long = prompt.WhichOneof("kind") != "tokens" and prompt.ByteSize() > _LONG_TEXT
+        return await self.run(encode) if is_long else encode()
+
+    def with_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer.
+
+        Raises:
+          InputError: there is none.
+        """
+        if self.tokenizer is None:
+            raise InputError("text: expected a server with a tokenizer, this has none; send ids")
+        return self.tokenizer
+
+
+def tenant_of(context: grpc.aio.ServicerContext) -> str:
+    """Return who calls; the one place that decides. Without authentication all are one tenant."""
+    return ""
+
+
+def _cancel(pending: Pending) -> None:
+    """End a verb that nobody waits for; the service may have ended it."""
+    try:
+        pending.cancel()
+    except ClosedError:
+        assert pending.is_over
+
+
+def _cancelled(pending: Pending, undo: Callable[[Any], Any]) -> None:
+    """Cancel a verb; if it had ended before, undo it."""
+    _cancel(pending)
+    try:
+        result = pending.result()
+    except JaxStateError:
+        return  # nothing came of it, which is what was wanted
+    undo(result)

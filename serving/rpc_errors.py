@@ -1,0 +1,143 @@
+"""What went wrong, as a gRPC status whose details name the field and say when to come again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from jaxstate import errors
+
+DOMAIN = "jaxstate.v1"
+_LONGEST = 1000  # characters of a message: they travel in a header
+
+_CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
+    (errors.UnknownSessionError, grpc.StatusCode.NOT_FOUND),
+    (errors.UnknownQuestionError, grpc.StatusCode.NOT_FOUND),
+    (errors.SessionExistsError, grpc.StatusCode.ALREADY_EXISTS),
+    (errors.ConflictError, grpc.StatusCode.ABORTED),
+    (errors.SessionError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.InputError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.PoolFullError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.CapacityError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.ExpiredError, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (errors.ClosedError, grpc.StatusCode.UNAVAILABLE),
+    (errors.CancelledError, grpc.StatusCode.ABORTED),  # by somebody else: its session was closed
+    (errors.CursorError, grpc.StatusCode.OUT_OF_RANGE),
+    (errors.SnapshotError, grpc.StatusCode.DATA_LOSS),
+    (NotImplementedError, grpc.StatusCode.UNIMPLEMENTED),
+)
+"""By class, subclasses first."""
+
+_FIELDS: Mapping[str, str] = {
+    "frozen": "prefix",
+    "append": "prompt",
+    "update": "prompt",
+    "rollback": "tokens",
+    "question": "question.prompt",
+    "choices": "question.choices",
+    "max_new_tokens": "question.max_new_tokens",
+    "logit_bias and eos_ids": "question.sampling.logit_bias",
+    "entry": "header.prompt",
+    "header": "header.prompt",
+    **{
+        name: f"question.sampling.{name}"
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "logit_bias")
+    },
+}
+"""What verbs call their arguments, and where these are in a message; others have the same name."""
+
+
+class UnavailableError(errors.JaxStateError):
+    """The server does not answer yet, or no more; `retry_after_s` says when it may again."""
+
+    def __init__(self, message: str, retry_after_s: float):
+        """Say why."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class SeriesError(errors.JaxStateError):
+    """An append of a series failed behind others that were applied."""
+
+    def __init__(self, cause: BaseException, *, applied: int, version: int):
+        """Take the cause's message and status."""
+        super().__init__(f"{cause}; {applied} appends before it were applied")
+        self.cause = cause
+        self.applied = applied
+        self.version = version
+
+
+def code_of(error: BaseException) -> grpc.StatusCode:
+    """Return the status of an error; INTERNAL for what nobody meant to raise."""
+    if isinstance(error, SeriesError):
+        return code_of(error.cause)
+    if isinstance(error, UnavailableError):
+        return grpc.StatusCode.UNAVAILABLE
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return code
+    return grpc.StatusCode.INTERNAL
+
+
+def status_of(error: BaseException, request_id: str) -> status_pb2.Status:
+    """Return the whole status of an error.
+
+    Args:
+      request_id: under which the server's log says more; told where that is worth reading.
+    """
+    code = code_of(error)
+    internal = code is grpc.StatusCode.INTERNAL
+    message = _clipped(
+        f"request {request_id} failed; the server's log says why" if internal else str(error)
+    )
+    if isinstance(error, errors.UnknownSessionError):  # which others are open is not for everybody
+        message = f"session {_clipped(error.session_id)} is unknown or closed; see ListSessions"
+    return status_pb2.Status(
+        code=code.value[0],
+        message=message,
+        details=[_packed(detail) for detail in _details(error, message, internal, request_id)],
+    )
+
+
+def _details(error: BaseException, message: str, internal: bool, request_id: str):
+    if internal:
+        yield error_details_pb2.RequestInfo(request_id=request_id)
+    if isinstance(error, SeriesError):
+        applied = {"applied": str(error.applied), "version": str(error.version)}
+        yield error_details_pb2.ErrorInfo(
+            reason="SERIES_INTERRUPTED", domain=DOMAIN, metadata=applied
+        )
+        error = error.cause
+    if isinstance(error, errors.InputError):
+        field, description = _field(message)
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=field, description=description
+        )
+        yield error_details_pb2.BadRequest(field_violations=[violation])
+    if isinstance(error, errors.BusyError | UnavailableError):
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        yield error_details_pb2.RetryInfo(retry_delay=delay)
+
+
+def _field(message: str) -> tuple[str, str]:
+    """Split "name: what is wrong with it"; the name is "" if the message has none."""
+    match = re.match(r"([a-z_]+(?: and [a-z_]+)?(?:[.\[][a-z_0-9.\[\]]+)?): ", message)
+    if match is None:
+        return "", message
+    return _FIELDS.get(match[1], match[1]), message[match.end() :]
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+def _packed(message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

@@ -1,0 +1,180 @@
+"""Calls that open, change and close sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from jaxstate.errors import BusyError, InputError, JaxStateError, UnknownSessionError
+from jaxstate.serving import jaxstate_pb2 as pb
+from jaxstate.serving import messages
+from jaxstate.serving.append_memory import Number
+from jaxstate.serving.local_service import LocalService
+from jaxstate.serving.pending import Pending
+from jaxstate.serving.rpc_calls import Call
+from jaxstate.serving.rpc_errors import SeriesError
+
+_DEFAULT_PAGE = 256  # sessions
+_FLYING = 32  # appends of a stream that wait for the worker; the client's others wait for these
+
+
+async def create_session(request: pb.CreateSessionRequest, call: Call) -> pb.Session:
+    """Open a session; one whose client has gone away meanwhile is closed again."""
+    service = call.service
+    pending = await call.begin(
+        service.begin_create,
+        await call.ids(request.prefix, "prefix", begins=True),
+        session_id=messages.new_session_id(request.session_id),
+        when_full=messages.when_full(request.when_full),
+        tenant=call.tenant,
+    )
+    name = await call.result(pending, undo=service.close_session)
+    return await _described(call, name)
+
+
+async def get_session(request: pb.GetSessionRequest, call: Call) -> pb.Session:
+    """Describe a session."""
+    name = messages.session_id(request.session_id)
+    return messages.session(await call.run(call.service.describe, name))
+
+
+async def list_sessions(request: pb.ListSessionsRequest, call: Call) -> pb.ListSessionsResponse:
+    """Describe the caller's sessions behind a page token, which is the last id of the page."""
+    found = await call.run(call.service.describe_all)
+    mine = [
+        info
+        for info in found
+        if info.tenant == call.tenant and info.session_id > request.page_token
+    ]
+    count = min(request.page_size or _DEFAULT_PAGE, _DEFAULT_PAGE)
+    page = mine[:count]
+    return pb.ListSessionsResponse(
+        sessions=[messages.session(info) for info in page],
+        next_page_token=page[-1].session_id if len(mine) > count else "",
+    )
+
+
+async def fork(request: pb.ForkRequest, call: Call) -> pb.Session:
+    """Open a session with another's context."""
+    service = call.service
+    name = await call.run(
+        service.fork,
+        messages.session_id(request.session_id),
+        new_id=messages.new_session_id(request.new_session_id, "new_session_id"),
+        undo=service.close_session,
+    )
+    return await _described(call, name)
+
+
+async def close_session(request: pb.CloseSessionRequest, call: Call) -> pb.CloseSessionResponse:
+    """Close a session and free its cells."""
+    await call.run(call.service.close_session, messages.session_id(request.session_id))
+    return pb.CloseSessionResponse()
+
+
+async def append(request: pb.AppendRequest, call: Call) -> pb.AppendResponse:
+    """Append and answer when it is computed."""
+    token_ids = await call.ids(request.prompt, "prompt")
+    number = _number(request)
+    pending = await call.begin(
+        call.service.append, messages.session_id(request.session_id), token_ids, number=number
+    )
+    version = await call.result(pending, cancels=number is None)
+    return pb.AppendResponse(version=version, tokens=len(token_ids))
+
+
+async def append_stream(
+    requests: AsyncIterator[pb.AppendRequest], call: Call
+) -> pb.AppendStreamResponse:
+    """Append message by message; behind one that fails none is applied."""
+    flying: collections.deque[tuple[Pending, int]] = collections.deque()
+    done = pb.AppendStreamResponse()
+    name, behind = "", None
+
+    async def land() -> None:
+        pending, count = flying[0]
+        done.version = await call.result(pending, cancels=False)
+        flying.popleft()
+        done.appends += 1
+        done.tokens += count
+
+    try:
+        async for request in requests:
+            name = _same_session(name, request.session_id)
+            token_ids = await call.ids(request.prompt, "prompt")
+            while len(flying) >= _FLYING:
+                await land()
+            append = functools.partial(
+                call.begin, call.service.append, name, token_ids, number=_number(request),
+                behind=behind,
+            )  # fmt: skip
+            behind = await _patiently(append)
+            flying.append((behind, len(token_ids)))
+        while flying:
+            await land()
+    except JaxStateError as error:
+        raise SeriesError(error, applied=done.appends, version=done.version) from error
+    finally:
+        for pending, _ in flying:
+            call.cancel(pending)
+    return done
+
+
+async def update(request: pb.UpdateRequest, call: Call) -> pb.UpdateResponse:
+    """Replace a session's stream."""
+    pending = await call.begin(
+        call.service.update,
+        messages.session_id(request.session_id),
+        await call.ids(request.prompt, "prompt"),
+    )
+    return pb.UpdateResponse(version=await call.result(pending))
+
+
+async def rollback(request: pb.RollbackRequest, call: Call) -> pb.RollbackResponse:
+    """Drop a session's last tokens."""
+    pending = await call.begin(
+        call.service.rollback, messages.session_id(request.session_id), request.tokens
+    )
+    return pb.RollbackResponse(version=await call.result(pending))
+
+
+async def _described(call: Call, name: str) -> pb.Session:
+    """Describe a session that the client does not know yet: it is closed if he goes away."""
+    try:
+        return messages.session(await call.run(call.service.describe, name))
+    except asyncio.CancelledError:
+        call.later(_close, call.service, name)
+        raise
+
+
+def _close(service: LocalService, name: str) -> None:
+    try:
+        service.close_session(name)
+    except UnknownSessionError:
+        return  # somebody else did
+
+
+def _number(request: pb.AppendRequest) -> Number | None:
+    if not request.sequence:
+        return None
+    return messages.writer(request.writer), request.sequence
+
+
+def _same_session(before: str, given: str) -> str:
+    if before and given not in ("", before):
+        raise InputError(
+            f'session_id: expected "{before}" in all messages of a stream, got "{given[:128]}"; '
+            "open a stream for each session"
+        )
+    return before or messages.session_id(given)
+
+
+async def _patiently(begin: Callable[[], Awaitable[Pending]]) -> Pending:
+    """Begin an append as soon as there is room for it in the queue."""
+    while True:
+        try:
+            return await begin()
+        except BusyError as error:
+            await asyncio.sleep(error.retry_after_s)
