@@ -91,7 +91,10 @@ class GrpcServer:
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self) -> None:
-        """Refuse new calls, let those under way end, cancel what then is left, and unbind."""
+        """Refuse new calls, let those under way end, cancel what then is left, and unbind.
+
+        The service goes on; stopped twice is stopped.
+        """
         await self._health.enter_graceful_shutdown()
         self._backend.drain()
         loop = asyncio.get_running_loop()

@@ -45,8 +45,11 @@ def chat(given: pb.Chat, field: str, tokenizer: Tokenizer) -> Chat:
     """Render a conversation in the model's own template.
 
     Raises:
-      InputError: the template refuses it, or its JSON is none.
+      InputError: a message without role, the template refuses it, or its JSON is none.
     """
+    for index, message in enumerate(given.messages):
+        if not message.role:
+            raise InputError(f"{field}.messages[{index}].role: expected one, got none")
     try:
         return tokenizer.encode_chat(
             [{"role": one.role, "content": one.content} for one in given.messages],

@@ -83,7 +83,8 @@ class Backend:
 
     def close(self) -> None:
         """Let go of the service."""
-        self._unlisten()
+        unlisten, self._unlisten = self._unlisten, lambda: None
+        unlisten()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def change(self) -> None:

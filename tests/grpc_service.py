@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import pathlib
 import threading
+import time
 from collections.abc import Iterator
 
 import command_line
@@ -70,10 +71,11 @@ class Running:
     service: LocalService
     channel: grpc.Channel
     stub: jaxstate_pb2_grpc.JaxStateStub
+    port: int
 
 
 @contextlib.contextmanager
-def bound(**config) -> Iterator[tuple[Loop, GrpcServer, grpc.Channel]]:
+def bound(**config) -> Iterator[tuple[Loop, GrpcServer, grpc.Channel, int]]:
     """A server without anything to serve yet, stopped in the end."""
 
     async def start():
@@ -83,19 +85,19 @@ def bound(**config) -> Iterator[tuple[Loop, GrpcServer, grpc.Channel]]:
     with Loop() as loop:
         server, port = loop.run(start())
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield loop, server, channel
+            yield loop, server, channel, port
         loop.run(server.stop())
 
 
 @contextlib.contextmanager
 def serving(engine: Engine, tokenizer, *, max_waiting: int = 1024, **config) -> Iterator[Running]:
     """A server of an engine, which it leaves as empty as it was."""
-    with tiny_engine.left_empty(engine), bound(**config) as (loop, server, channel):
+    with tiny_engine.left_empty(engine), bound(**config) as (loop, server, channel, port):
         service = LocalService(engine, max_waiting=max_waiting)
         loop.run(server.open(Served(service=service, tokenizer=tokenizer, name="tiny")))
         yield Running(
             loop=loop, server=server, service=service, channel=channel,
-            stub=jaxstate_pb2_grpc.JaxStateStub(channel),
+            stub=jaxstate_pb2_grpc.JaxStateStub(channel), port=port,
         )  # fmt: skip
         service.close()
 
@@ -117,6 +119,24 @@ def held(service: LocalService) -> Iterator[None]:
         yield
     finally:
         release.set()
+
+
+def slow_down(service: LocalService, seconds: float = 0.01) -> None:
+    """Let every step take longer."""
+    step = service._scheduler.step
+
+    def slowly(*args):
+        time.sleep(seconds)
+        return step(*args)
+
+    service._scheduler.step = slowly
+
+
+def wait_until(condition) -> None:
+    until = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
 
 
 def tokens(ids) -> pb.Prompt:

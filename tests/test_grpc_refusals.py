@@ -1,0 +1,356 @@
+"""Wrong requests, late ones, lost clients: the right status for each, and nothing left behind."""
+
+from __future__ import annotations
+
+import random
+
+import grpc
+import grpc_service
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message_factory import GetMessageClass
+from grpc import StatusCode
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_service import WAIT_S, refused, text, tokens
+from grpc_wrong_requests import REQUESTS, query
+
+from jaxstate.plan import JobClass
+from jaxstate.scheduler import State
+from jaxstate.serving import jaxstate_pb2 as pb
+from jaxstate.serving import rpc_handlers
+
+IDS = tuple(range(20, 29))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return grpc_service.load(tmp_path_factory.mktemp("grpc"))
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return grpc_service.engine_of(model, context_len=96)
+
+
+@pytest.fixture
+def running(engine, model):
+    with grpc_service.serving(engine, model.tokenizer) as running:
+        yield running
+
+
+@pytest.fixture
+def stub(running):
+    return running.stub
+
+
+def _open(stub, name="s"):
+    stub.CreateSession(pb.CreateSessionRequest(session_id=name, prefix=tokens(IDS)))
+    return name
+
+
+# Wrong requests
+
+
+@pytest.mark.parametrize("method, request_, code, field", REQUESTS.values(), ids=REQUESTS)
+def test_a_wrong_request_gets_its_status_and_names_the_field(stub, method, request_, code, field):
+    _open(stub)
+    with refused(code) as errors:
+        answer = getattr(stub, method)(request_, timeout=WAIT_S)
+        list(answer) if method in ("Query", "Generate", "WatchAnswers") else None
+    if field is not None:
+        (violation,) = grpc_service.detail(errors[0], "BadRequest").field_violations
+        assert violation.field == field and "expected" in violation.description
+    assert stub.GetSession(pb.GetSessionRequest(session_id="s")).version == 0
+
+
+def _invoke(channel, method, messages, serializer):
+    kinds = {True: "stream", False: "unary"}
+    name = f"{kinds[method.client_streaming]}_{kinds[method.server_streaming]}"
+    call = getattr(channel, name)(
+        f"/{rpc_handlers.SERVICE.full_name}/{method.name}", serializer,
+        GetMessageClass(method.output_type).FromString,
+    )  # fmt: skip
+    given = iter(messages) if method.client_streaming else messages[0]
+    answer = call(given, timeout=0.5)
+    if method.server_streaming:
+        for _ in answer:
+            pass
+
+
+@pytest.mark.parametrize(
+    "method", list(rpc_handlers.SERVICE.methods), ids=lambda method: method.name
+)
+def test_bytes_that_are_no_message_are_an_invalid_argument(running, method):
+    with refused(StatusCode.INVALID_ARGUMENT) as errors:
+        _invoke(running.channel, method, [b"\xff\xff\xff"], lambda message: message)
+    assert method.input_type.full_name in errors[0].details()
+
+
+HOSTILE = {
+    FieldDescriptor.CPPTYPE_STRING: ("", "s", "\0", "ü" * 300, "<|im_start|>", "[[[["),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 1, 2, 40, 96, 2**31, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 1, 2**63, 2**64 - 1),
+    FieldDescriptor.CPPTYPE_DOUBLE: (0.0, 0.05, -1.0, 1e308, float("inf"), float("nan")),
+    FieldDescriptor.CPPTYPE_BOOL: (True, False),
+    FieldDescriptor.CPPTYPE_ENUM: (0, 1, 2, 77, -1),
+}
+
+
+def _fill(message, rng, depth=0):
+    """Set fields to values that somebody may try."""
+    for field in message.DESCRIPTOR.fields:
+        if field.name == "session_id" and rng.random() < 0.8:
+            message.session_id = "s"
+        elif rng.random() < 0.35 or depth > 6:
+            continue
+        elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+            getattr(message, field.name)[rng.choice((0, 5, 2**32 - 1))] = rng.choice((0.0, 1e308))
+        elif field.message_type is not None:
+            value = getattr(message, field.name)
+            _fill(value.add() if field.is_repeated else value, rng, depth + 1)
+        else:
+            values = HOSTILE[field.cpp_type]
+            if field.is_repeated:
+                getattr(message, field.name).extend(rng.choices(values, k=rng.randint(0, 4)))
+            else:
+                setattr(message, field.name, rng.choice(values))
+    return message
+
+
+def test_hostile_values_and_random_bytes_get_a_status_with_a_meaning(running, stub):
+    rng = random.Random(1)
+    methods = rpc_handlers.SERVICE.methods
+    seen = set()
+    for n in range(400):
+        method = methods[n % len(methods)]
+        if n % 4 == 3:
+            messages, serializer = [rng.randbytes(rng.randint(1, 60))], lambda message: message
+        else:
+            messages = [_fill(GetMessageClass(method.input_type)(), rng) for _ in range(2)]
+            serializer = lambda message: message.SerializeToString()  # noqa: E731
+        if "s" not in running.service._versions:
+            _open(stub)
+        try:
+            _invoke(running.channel, method, messages, serializer)
+        except grpc.RpcError as error:
+            seen.add(error.code())
+            assert error.code() not in (StatusCode.INTERNAL, StatusCode.UNKNOWN), (
+                method.name, messages, error.details(),
+            )  # fmt: skip
+    assert {StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND} < seen
+    running.service.wait_until_idle(WAIT_S)
+
+
+def test_what_nobody_meant_to_raise_is_internal_and_tells_nothing(running, stub, caplog):
+    def broken():
+        raise RuntimeError("secret")
+
+    running.service.stats = broken
+    with refused(StatusCode.INTERNAL) as errors:
+        stub.GetStats(pb.GetStatsRequest())
+    request_id = grpc_service.detail(errors[0], "RequestInfo").request_id
+    assert "secret" not in errors[0].details() and "secret" in caplog.text
+    assert f"request {request_id}" in caplog.text
+
+
+def test_text_needs_a_tokenizer(engine):
+    with grpc_service.serving(engine, None) as running:
+        _open(running.stub)
+        with refused(StatusCode.INVALID_ARGUMENT) as errors:
+            running.stub.Append(pb.AppendRequest(session_id="s", prompt=text("a")))
+        violation = grpc_service.detail(errors[0], "BadRequest").field_violations[0]
+        assert violation.field == "prompt.text"
+
+
+# Too much
+
+
+def test_more_than_may_wait_is_told_when_to_come_again(engine, model):
+    with grpc_service.serving(engine, model.tokenizer, max_waiting=2) as running:
+        name = _open(running.stub)
+        with grpc_service.held(running.service):
+            waiting = [running.stub.Query(query(name)) for _ in range(2)]
+            submitting = running.service._submitting
+            grpc_service.wait_until(lambda: submitting[JobClass.QUERY] == 2)
+            with refused(StatusCode.RESOURCE_EXHAUSTED) as errors:
+                list(running.stub.Query(query(name)))
+            delay = grpc_service.detail(errors[0], "RetryInfo").retry_delay
+            assert delay.ToTimedelta().total_seconds() > 0
+        for stream in waiting:
+            grpc_service.parts(stream)
+
+
+def test_a_stream_of_appends_waits_for_room_instead(engine, model):
+    with grpc_service.serving(engine, model.tokenizer, max_waiting=2) as running:
+        name = _open(running.stub)
+        requests = [pb.AppendRequest(session_id=name, prompt=tokens([n])) for n in range(40)]
+        assert running.stub.AppendStream(iter(requests), timeout=WAIT_S).version == 40
+
+
+def test_a_message_beyond_the_limit_is_refused(engine, model):
+    with grpc_service.serving(engine, model.tokenizer, max_message_bytes=4096) as running:
+        _open(running.stub)
+        with refused(StatusCode.RESOURCE_EXHAUSTED):
+            running.stub.Append(pb.AppendRequest(session_id="s", prompt=text("a" * 5000)))
+        with refused(StatusCode.FAILED_PRECONDITION):
+            running.stub.Append(pb.AppendRequest(session_id="s", prompt=text("a" * 4000)))
+
+
+def test_nothing_is_applied_behind_an_append_of_a_stream_that_fails(stub):
+    name = _open(stub)
+    sizes = (10, 20, 60, 5, 5)  # the third does not fit
+    requests = [pb.AppendRequest(session_id=name, prompt=tokens([1] * size)) for size in sizes]
+    with refused(StatusCode.FAILED_PRECONDITION) as errors:
+        stub.AppendStream(iter(requests), timeout=WAIT_S)
+    info = grpc_service.detail(errors[0], "ErrorInfo")
+    assert dict(info.metadata) == {"applied": "2", "version": "2"}
+    session = stub.GetSession(pb.GetSessionRequest(session_id=name))
+    assert (session.version, session.context_tokens) == (2, len(IDS) + 30)
+
+
+# Late, lost, overlapping
+
+
+def test_what_has_not_begun_by_its_deadline_is_not_run(running, stub, engine):
+    name = _open(stub)
+    forwarded = engine.executor.tokens_forwarded
+    with grpc_service.held(running.service):
+        for call in (
+            lambda: list(stub.Query(query(name), timeout=0.1)),
+            lambda: stub.Append(pb.AppendRequest(session_id=name, prompt=tokens([1])), timeout=0.1),
+        ):
+            with refused(StatusCode.DEADLINE_EXCEEDED):
+                call()
+    running.service.wait_until_idle(WAIT_S)
+    assert engine.executor.tokens_forwarded == forwarded
+    assert running.service.version(name) == 0
+
+
+@pytest.mark.parametrize("commit", [False, True])
+def test_a_client_that_goes_away_ends_its_answer_and_frees_its_cells(running, stub, engine, commit):
+    name = _open(stub)
+    held = engine.cells_held
+    grpc_service.slow_down(running.service)
+    stream = stub.Query(query(name, 80, commit=commit))
+    while next(stream).WhichOneof("part") != "delta":
+        pass
+    assert engine.cells_held > held or commit
+    stream.cancel()
+    ended = running.service.metrics.by_class[JobClass.QUERY].ended
+    grpc_service.wait_until(lambda: ended)
+    assert dict(ended) == {State.CANCELLED: 1}
+    running.service.wait_until_idle(WAIT_S)
+    assert engine.cells_held == held
+    session = stub.GetSession(pb.GetSessionRequest(session_id=name))
+    assert (session.version, session.context_tokens) == (0, len(IDS))
+
+
+def test_a_client_that_goes_away_before_its_turn_is_not_run(running, stub, engine):
+    name = _open(stub)
+    forwarded = engine.executor.tokens_forwarded
+    submitting = running.service._submitting
+    with grpc_service.held(running.service):
+        stream = stub.Query(query(name))
+        grpc_service.wait_until(lambda: submitting[JobClass.QUERY])
+        stream.cancel()
+        grpc_service.wait_until(lambda: running.server._backend.num_calls == 0)
+    ended = running.service.metrics.by_class[JobClass.QUERY].ended
+    grpc_service.wait_until(lambda: sum(ended.values()) == 1)
+    assert engine.executor.tokens_forwarded - forwarded <= 2 + 4
+    running.service.wait_until_idle(WAIT_S)
+
+
+def test_a_client_that_goes_away_leaves_no_session_behind(running, stub, engine):
+    grpc_service.slow_down(running.service)
+    for delay in (0.0, 0.02, 0.05):
+        prefix = tokens([n % 40 + 20 for n in range(80)])
+        future = stub.CreateSession.future(pb.CreateSessionRequest(prefix=prefix))
+        grpc_service.time.sleep(delay)
+        future.cancel()
+        grpc_service.wait_until(lambda: running.server._backend.num_calls == 0)
+    grpc_service.wait_until(lambda: engine.cells_held == 0 and not running.service._versions)
+
+
+def test_a_numbered_append_that_was_given_up_is_applied_once(running, stub):
+    name = _open(stub)
+    request = pb.AppendRequest(session_id=name, prompt=tokens([1, 2]), writer="feed", sequence=1)
+    with grpc_service.held(running.service), refused(StatusCode.DEADLINE_EXCEEDED):
+        stub.Append(request, timeout=0.1)
+    grpc_service.slow_down(running.service)
+    given_up = stub.Append.future(request)
+    grpc_service.time.sleep(0.03)
+    given_up.cancel()
+    assert stub.Append(request, timeout=WAIT_S).version == 1
+    session = stub.GetSession(pb.GetSessionRequest(session_id=name))
+    assert (session.version, session.context_tokens) == (1, len(IDS) + 2)
+    other = pb.AppendRequest(session_id=name, prompt=tokens([3]), writer="feed", sequence=1)
+    with refused(StatusCode.INVALID_ARGUMENT):
+        stub.Append(other)
+
+
+def test_turns_to_be_committed_do_not_overlap(running, stub):
+    name = _open(stub)
+    grpc_service.slow_down(running.service)
+    first = stub.Query(query(name, 20, commit=True))
+    next(first)
+    with refused(StatusCode.ABORTED):
+        list(stub.Query(query(name, commit=True)))
+    appended = stub.Append.future(pb.AppendRequest(session_id=name, prompt=tokens([1])))
+    list(first)
+    assert appended.result(WAIT_S).version == 2
+    assert list(stub.Query(query(name, commit=True)))[-1].answer.version == 2
+
+
+def test_a_session_that_is_closed_ends_its_streams(running, stub):
+    name = _open(stub)
+    grpc_service.slow_down(running.service)
+    watch, stream = (
+        stub.WatchAnswers(pb.WatchAnswersRequest(session_id=name)),
+        stub.Query(query(name, 80)),
+    )
+    next(stream)
+    stub.CloseSession(pb.CloseSessionRequest(session_id=name))
+    with refused(StatusCode.ABORTED):
+        list(stream)
+    with refused(StatusCode.NOT_FOUND):
+        list(watch)
+
+
+# Start and end
+
+
+def _health(channel):
+    check = health_pb2_grpc.HealthStub(channel).Check
+    return check(health_pb2.HealthCheckRequest(service="jaxstate.v1.JaxState")).status
+
+
+def test_nothing_is_served_before_the_model_is_there():
+    with grpc_service.bound() as (_, _, channel, _):
+        assert _health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
+        stub = grpc_service.jaxstate_pb2_grpc.JaxStateStub(channel)
+        with refused(StatusCode.UNAVAILABLE) as errors:
+            stub.GetStats(pb.GetStatsRequest())
+        assert grpc_service.detail(errors[0], "RetryInfo").retry_delay.seconds == 1
+
+
+def test_a_server_that_stops_finishes_what_is_under_way(running, stub):
+    name = _open(stub)
+    grpc_service.slow_down(running.service)
+    watch = stub.WatchAnswers(pb.WatchAnswersRequest(session_id=name))
+    stream = stub.Query(query(name, 60))
+    next(stream)
+    stopped = running.loop.submit(running.server.stop())
+    grpc_service.wait_until(
+        lambda: _health(running.channel) == health_pb2.HealthCheckResponse.NOT_SERVING
+    )
+    with refused(StatusCode.UNAVAILABLE):
+        stub.GetStats(pb.GetStatsRequest())
+    with refused(StatusCode.UNAVAILABLE):
+        list(watch)
+    assert list(stream)[-1].HasField("answer")
+    stopped.result(WAIT_S)
+
+
+def test_a_taken_port_is_not_shared(running):
+    with pytest.raises(RuntimeError), grpc_service.bound(port=running.port):
+        raise AssertionError("bound twice")
