@@ -14,8 +14,15 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "bench" / "device_check.py"
-NEEDED = {"jax", "numpy", "flax", "optax", "orbax-checkpoint", "rich", "scipy"}  # by jax or flax
-IMPORTED_AS = {"grpcio": "grpc"}
+# By jax or flax.
+NEEDED = {"jax", "numpy", "flax", "optax", "orbax-checkpoint", "protobuf", "rich", "scipy"}
+IMPORTED_AS = {
+    "googleapis-common-protos": "google.rpc",
+    "grpcio": "grpc",
+    "grpcio-health-checking": "grpc_health",
+    "grpcio-reflection": "grpc_reflection",
+    "grpcio-status": "grpc_status",
+}
 # Interpreted kernels compile in a third of the time; 0.11 does not know the second flag any more.
 XLA_FLAGS = "--xla_backend_optimization_level=0"
 if jax.__version_info__ < (0, 11):
