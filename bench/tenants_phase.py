@@ -30,7 +30,7 @@ class Waits:
 
     Attributes:
       idle_s: from asking to the first token where nothing else runs, median.
-      step_s: the longest step of the appends where nobody asks.
+      step_s: the longest step of the appends.
       first_s, begun_s: of each question beside appends, until its first token and its first step.
     """
 
@@ -149,7 +149,7 @@ def overload(model: LoadedModel, seconds: float) -> Overload:
         computed = service.metrics.by_class[JobClass.APPEND].tokens - before
         capacity = computed / ROW_TOKENS / (time.perf_counter() - began)
         service.wait_until_idle(WAIT_S)
-    step_s = max(service.metrics.step_s)
+    service.metrics.step_s.clear()
     for offer in offers:
         offer.accepted, offer.hints = 0, []
     over = threading.Event()
@@ -172,6 +172,7 @@ def overload(model: LoadedModel, seconds: float) -> Overload:
         for other in others:
             other.result()
     service.wait_until_idle(WAIT_S)
+    step_s = max(service.metrics.step_s)  # contexts have grown, and steps with them
     lost = sum(
         list(engine.session(session).token_ids) != ids
         for offer in offers

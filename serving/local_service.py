@@ -18,6 +18,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import gc
 import itertools
 import math
 import threading
@@ -154,6 +155,10 @@ class LocalService:
         self._failure: BaseException | None = None
         self._step_s = 0.01  # of late
         self._thread = threading.Thread(target=self._run, name="jaxstate-worker", daemon=True)
+        # A full collection over all that JAX has traced takes 100 ms, which a step would have to wait
+        # for; what is there by now stays.
+        gc.collect()
+        gc.freeze()
         self._thread.start()
 
     # Sessions
@@ -594,6 +599,7 @@ class LocalService:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
+        gc.unfreeze()
 
     # From callers to the worker
 
