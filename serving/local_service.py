@@ -155,8 +155,8 @@ class LocalService:
         self._failure: BaseException | None = None
         self._step_s = 0.01  # of late
         self._thread = threading.Thread(target=self._run, name="jaxstate-worker", daemon=True)
-        # A full collection over all that JAX has traced takes 100 ms, which a step would have to wait
-        # for; what is there by now stays.
+        # A full collection over all that JAX has traced takes 100 ms, in which no step runs; what
+        # is there by now stays.
         gc.collect()
         gc.freeze()
         self._thread.start()
