@@ -14,7 +14,13 @@ class CapacityError(JaxStateError):
 
 
 class PoolFullError(CapacityError):
-    """Too few pages are free now; others may give some back."""
+    """Too few pages are free now; others may give some back.
+
+    Attributes:
+      retry_after_s: when to come again; a guess, since it depends on whoever holds the pages.
+    """
+
+    retry_after_s = 1.0
 
 
 class BusyError(JaxStateError):

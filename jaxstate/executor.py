@@ -240,7 +240,7 @@ class Executor:
         """Compile helpers and steps; XLA reports nothing itself, hence the callback."""
         jobs = [(f"step {shape.num_tokens}", shape) for shape in self.config.step_shapes]
         helpers = self._helpers()
-        copies = ["take", "put"] if self.config.host_bytes or self.config.swap_dir else []
+        copies = ["take", "put"]
         total = len(jobs) + len(helpers) + len(copies)
         done = 0
         for name, job in [*helpers.items(), *jobs, *((name, None) for name in copies)]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jaxstate.errors import PoolFullError
+from jaxstate.errors import CapacityError, PoolFullError
 
 
 class Entry(NamedTuple):
@@ -43,9 +44,12 @@ class PageHeader:
 class Spare(Protocol):
     """Holds pages that it can do without."""
 
-    @property
-    def num_reclaimable(self) -> int:
-        """Pages that nobody else holds."""
+    def num_reclaimable(self, going: Mapping[int, int]) -> int:
+        """Count the pages that would be free without it, once `going` is dropped as well.
+
+        Args:
+          going: page to references that others are about to give up.
+        """
         ...
 
     def reclaim(self, count: int) -> None:
@@ -72,11 +76,19 @@ class Pages:
     @property
     def num_available(self) -> int:
         """Pages that can be had: free ones, and those that are given back where they lack."""
-        return self.num_free + (self.spare.num_reclaimable if self.spare else 0)
+        return self._num_to_be_had({})
 
     def header(self, page: int) -> PageHeader:
         """Return the header of an allocated page."""
         return self._headers[page]
+
+    def num_freed(self, going: Mapping[int, int]) -> int:
+        """Count the pages that nobody holds once references are given up, by page."""
+        return sum(self._headers[page].references == times for page, times in going.items())
+
+    def _num_to_be_had(self, going: Mapping[int, int]) -> int:
+        given_up = self.spare.num_reclaimable(going) if self.spare else self.num_freed(going)
+        return self.num_free + given_up
 
     def owned_by(self, owner: int) -> list[int]:
         """Return the pages an owner may write."""
@@ -93,14 +105,14 @@ class Pages:
           after: continue behind this page if it is free there.
           growing: the owner will come back for more.
         Raises:
-          PoolFullError: fewer than `count` pages are free; nothing was taken.
+          PoolFullError: fewer than `count` pages can be had; nothing was taken or given back.
         """
-        if count > self.num_free and self.spare:
+        if self.num_free < count <= self.num_available and self.spare:
             self.spare.reclaim(count)
         if count > self.num_free:
             raise PoolFullError(
-                f"needs {count} pages of {self.page_size} cells, {self.num_free} of "
-                f"{self.num_pages} are free; close a session or start with more num_pages"
+                f"needs {count} pages of {self.page_size} cells, {self.num_available} of "
+                f"{self.num_pages} can be had; close a session or start with more num_pages"
             )
         taken: list[int] = []
         while len(taken) < count:
@@ -136,31 +148,28 @@ class Pages:
             for start, end in zip(edges[::2], edges[1::2], strict=True)
         ]
 
-    def require(
-        self, count: int, released: Iterable[Sequence[Entry]], *, staying: Sequence[Entry]
-    ) -> None:
-        """Refuse if `count` pages cannot be had once `released` tables give way to `staying`.
+    def require(self, count: int, released: Sequence[Entry], *, staying: Sequence[Entry]) -> None:
+        """Refuse if `count` pages cannot be had once a `released` table gives way to `staying`.
 
         Raises:
-          PoolFullError: says how many can be had.
+          CapacityError: they and what stays would not fit an empty pool.
+          PoolFullError: says how many can be had now.
         """
-        dropped: dict[int, int] = {}
-        for entries in released:
-            for entry in entries:
-                dropped[entry.page] = dropped.get(entry.page, 0) + 1
+        if count <= self.num_free:
+            return
+        least = -(-cells_used(staying) // self.page_size)
+        if count + least > self.num_pages:
+            raise CapacityError(
+                f"needs {count} pages of {self.page_size} cells behind a context of {least}, the "
+                f"pool has {self.num_pages}; ask for less or start with more num_pages"
+            )
+        going = collections.Counter(entry.page for entry in released)
         for entry in staying:
-            dropped.pop(entry.page, None)
-
-        def freed_by_them() -> int:
-            return sum(self._headers[page].references == times for page, times in dropped.items())
-
-        freed = freed_by_them()
-        if count > self.num_free + freed and self.spare:
-            self.spare.reclaim(count - freed)
-            freed = freed_by_them()  # more, where only they and the spare held a page
-        if count > self.num_free + freed:
+            going.pop(entry.page, None)
+        there = self._num_to_be_had(going)
+        if count > there:
             raise PoolFullError(
-                f"needs {count} pages of {self.page_size} cells, {self.num_free + freed} of "
+                f"needs {count} pages of {self.page_size} cells, {there} of "
                 f"{self.num_pages} can be had; close a session or start with more num_pages"
             )
 

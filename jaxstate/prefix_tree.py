@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -42,20 +42,18 @@ class PrefixTree:
         self.max_pages = max_pages
         self._pages = pages
         self._roots: dict[str, _Node] = {}
-        self._references: collections.Counter[int] = collections.Counter()
+        self.references: collections.Counter[int] = collections.Counter()  # by page
         self._clock = itertools.count()
         pages.spare = self
 
     @property
     def num_pages(self) -> int:
         """Pages that the tree refers to."""
-        return len(self._references)
+        return len(self.references)
 
-    @property
-    def num_reclaimable(self) -> int:
-        """Pages that nobody but the tree holds."""
-        header = self._pages.header
-        return sum(header(page).references == n for page, n in self._references.items())
+    def num_reclaimable(self, going: Mapping[int, int]) -> int:
+        """See pages.Spare."""
+        return self._pages.num_freed(self.references + collections.Counter(going))
 
     def tables(self) -> list[Table]:
         """Return the entries the tree holds, a table for each node."""
@@ -97,12 +95,12 @@ class PrefixTree:
 
     def reclaim(self, count: int) -> None:
         """Drop what was not of use for longest until `count` pages are free or nothing is left."""
-        while self._references and self._pages.num_free < count:
+        while self.references and self._pages.num_free < count:
             self._drop_oldest()
 
     def clear(self) -> None:
         """Drop everything."""
-        while self._references:
+        while self.references:
             self._drop_oldest()
 
     def _root(self, tenant: str) -> _Node:
@@ -147,12 +145,12 @@ class PrefixTree:
 
     def _hold(self, node: _Node) -> None:
         self._pages.hold(node.entries)
-        self._references.update(entry.page for entry in node.entries)
+        self.references.update(entry.page for entry in node.entries)
 
     def _let_go(self, entries: Table) -> None:
         self._pages.drop(entries)
-        self._references.subtract(entry.page for entry in entries)
-        self._references += collections.Counter()  # without those that are at zero
+        self.references.subtract(entry.page for entry in entries)
+        self.references += collections.Counter()  # without those that are at zero
 
     def _drop_oldest(self) -> None:
         leaf = min((n for n in self._nodes() if not n.children), key=lambda node: node.used)

@@ -153,8 +153,7 @@ class Scheduler:
         Raises:
           CapacityError: it would not fit an empty pool.
         """
-        # A tail begins on a page of its own and may end within one.
-        pages = self._pages_of(cells)
+        pages = -(-cells // self._pages.page_size)
         if pages > self._pages.num_pages:
             raise CapacityError(
                 f"{cells} cells of {self._pages.page_size} a page: expected at most the pool's "
@@ -166,7 +165,7 @@ class Scheduler:
         )
         job = Job(
             job_id=job_id, job_class=job_class, session=session, tokens=max(tokens, 1),
-            outputs=0, pages=pages, arrived=now, deadline=deadline, after=after,
+            outputs=0, pages=self._pages_of(cells), arrived=now, deadline=deadline, after=after,
             exclusive=exclusive,
         )  # fmt: skip
         running = _Running(ticket=ticket, begin=begin, job=job)
@@ -217,7 +216,8 @@ class Scheduler:
     def step(self, now: float, clock: Callable[[], float] | None = None) -> StepPlan:
         """Plan one step at `now` and run it; an empty plan means that nothing can run.
 
-        Where nothing runs that would give pages back, the first in line for some fails.
+        Where nothing runs that would give pages back, the first in line for some begins with what
+        can be had for it, or fails.
         A verb that raises ends FAILED; those beside it go on. If the step itself fails, so does
         every verb that had tokens in it, and no other.
 
@@ -236,23 +236,25 @@ class Scheduler:
             if chosen or now_blocked <= blocked:
                 break
             blocked |= now_blocked
+        if not chosen and step.short_of_pages and not self._gives_back():
+            # Its pages are an estimate of the most; what can be had shows when it begins.
+            step, chosen = self._choose(now, blocked, step.short_of_pages[0])
         if chosen:
             self._run(chosen, now, clock or (lambda: now))
-        elif step.short_of_pages and not self._gives_back():
-            self._refuse(self._running[step.short_of_pages[0]], now)
         return step
 
     def _choose(
-        self, now: float, blocked: set[int]
+        self, now: float, blocked: set[int], sure: int | None = None
     ) -> tuple[StepPlan, list[tuple[_Running, Need, int]]]:
         """Plan a step and begin what begins in it.
 
         Args:
           blocked: verbs for which there are no pages, whatever is free.
+          sure: a verb that begins whatever is free.
         """
         jobs = [
-            dataclasses.replace(job, pages=self._pages.num_pages + 1)
-            if job.job_id in blocked
+            dataclasses.replace(job, pages=0 if job.job_id == sure else self._pages.num_pages + 1)
+            if job.job_id in blocked or job.job_id == sure
             else job
             for job in self._jobs()
         ]
@@ -284,6 +286,7 @@ class Scheduler:
         return step, chosen
 
     def _pages_of(self, cells: int) -> int:
+        """Most pages that so many cells take: their rotation may start over among them."""
         return -(-cells // self._pages.page_size) + 1 if cells else 0
 
     def _prefills(self) -> list[Prefill]:
@@ -316,15 +319,6 @@ class Scheduler:
     def _gives_back(self) -> bool:
         """Whether some verb has begun, which gives its pages back one day."""
         return any(running.steps is not None for running in self._running.values())
-
-    def _refuse(self, running: _Running, now: float) -> None:
-        free = self._pages.num_available
-        error = PoolFullError(
-            f"session {running.ticket.session}: {running.job.pages} pages are needed, {free} of "
-            f"{self._pages.num_pages} are free, and nothing runs that would give some back; close "
-            "a session or start with more num_pages"
-        )
-        self._fail(running, error, now)
 
     def _begin(self, running: _Running, now: float) -> bool:
         """Begin a verb: False if it did not come to a need."""

@@ -63,7 +63,7 @@ class Tail:
           growing: see Pages.allocate.
           selects: see RowInput.
         Raises:
-          PoolFullError: not enough free pages; nothing was taken.
+          CapacityError, PoolFullError: see Pages.require; nothing was taken.
         """
         self._largest_shape = executor.config.step_shapes[-1]
         self._num_cells = executor.config.num_cells
@@ -73,6 +73,8 @@ class Tail:
         self._selects = selects
         self._growth = None
         if len(shifts):
+            needed = pages_module.pages_needed(pages, owner, context, position, shifts)
+            pages.require(needed, (), staying=context)
             self._growth = pages_module.plan_growth(
                 pages, owner, context, position, shifts, growing=growing
             )

@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import itertools
 import json
+import math
 import os
 import pathlib
 import zlib
@@ -20,15 +21,15 @@ from typing import Literal
 
 import numpy as np
 
-from jaxstate.errors import CapacityError, SnapshotError
+from jaxstate.errors import CapacityError, PoolFullError, SnapshotError
 from jaxstate.executor import Executor
 from jaxstate.page_copy import PAGES_AT_ONCE
-from jaxstate.pages import Entry, Pages, Spare
+from jaxstate.pages import Entry, Pages, cells_used
+from jaxstate.prefix_tree import PrefixTree
+from jaxstate.repack import Parts, Repacking, repacking
 from jaxstate.session import Session
 
 Tier = Literal["host", "disk"]
-Parts = list[list[np.ndarray]]
-"""For every PAGES_AT_ONCE pages, a copy of each array of the pool; see page_copy.take."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -58,7 +59,7 @@ class Tiers:
         executor: Executor,
         pages: Pages,
         sessions: Mapping[str, Session],
-        kept: Spare,
+        kept: PrefixTree,
     ):
         """Start with everything in the pool.
 
@@ -69,6 +70,7 @@ class Tiers:
         self.host_limit = config.host_bytes
         self.swap_dir = pathlib.Path(config.swap_dir) if config.swap_dir else None
         self.moved_out = 0
+        self.repacked = 0
         self.brought_back = 0
         self._executor = executor
         self._pages = pages
@@ -79,11 +81,6 @@ class Tiers:
         if self.swap_dir:
             self.swap_dir.mkdir(parents=True, exist_ok=True)
         pages.spare = self
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is anywhere to go."""
-        return self.host_limit > 0 or self.swap_dir is not None
 
     def touch(self, session: Session) -> None:
         """Note that a session is of use."""
@@ -99,35 +96,80 @@ class Tiers:
 
     # As a spare of Pages
 
-    @property
-    def num_reclaimable(self) -> int:
-        """Pages that can be had by moving sessions out, and what else is kept."""
-        count = self._kept.num_reclaimable
-        left = None if self.swap_dir else self.host_limit - self.bytes_held("host")
+    def num_reclaimable(self, going: Mapping[int, int]) -> int:
+        """See pages.Spare; exactly what `reclaim` can do, since verbs are refused by it."""
+        given_up = self._kept.references + collections.Counter(going)
+        for session in self._sessions.values():
+            given_up.update(_references_of_paid(session))
+        left = math.inf if self.swap_dir else self.host_limit - self.bytes_held("host")
+        gained = 0
         for session in self._idle():
-            pages = self._own_pages(session)
-            size = len(pages) * self._page_bytes
-            if left is not None and size > left:
-                held = set(entry.page for entry in session.entries)
-                count += sum(page not in held for page in pages)  # of paid tails
-                continue
-            left = None if left is None else left - size
-            count += len(pages)
-        return count
+            own = self._own_pages(session, given_up)
+            size = len(own) * self._page_bytes
+            if size <= left:
+                left -= size
+                given_up.update(own)
+            else:
+                gained += self._repacking(session, own).gain
+        return self._pages.num_freed(given_up) + gained
 
     def reclaim(self, count: int) -> None:
-        """Give pages back until `count` are free: what is kept, paid tails, then sessions."""
+        """Give pages back until `count` are free.
+
+        First what is kept, then paid tails: they are worth less than what anybody asks for now.
+        Then sessions move out, and those that stay are repacked.
+        """
         self._kept.reclaim(count)
-        for session in self._idle():
+        for session in sorted(self._sessions.values(), key=lambda one: one.used):
             if self._pages.num_free < count:
                 self.forget_paid(session)
         for session in self._idle():
             if self._pages.num_free >= count:
                 return
-            size = len(self._own_pages(session)) * self._page_bytes
+            size = len(self._own_pages(session, {})) * self._page_bytes
             fits = self._make_room(size)
             if size and (fits or self.swap_dir):
                 self.move_out(session, "host" if fits else "disk")
+        for session in self._idle():
+            if self._pages.num_free < count:
+                self.repack(session)
+
+    # Within the pool
+
+    def is_scattered(self, session: Session) -> bool:
+        """Whether more than a quarter of a session's cells are dead, and repacking helps."""
+        held = len({entry.page for entry in session.entries}) * self._pages.page_size
+        if 4 * (held - cells_used(session.entries)) <= held:
+            return False
+        own = self._own_pages(session, _references_of_paid(session))
+        return self._repacking(session, own).gain > 0
+
+    def repack(self, session: Session) -> int:
+        """Move the cells of a session's part-filled pages together; return how many pages it freed.
+
+        Paid tails go on behind it. Cells that others see stay where they are, and so do all of an
+        engine with a selector, which knows blocks of cells by their place.
+        """
+        own = self._own_pages(session, _references_of_paid(session))
+        found = self._repacking(session, own)
+        if found.gain < 1:
+            return 0
+        parts = found.content(self._executor.read_pages(found.old_pages))
+        tables = [session.entries, *(paid.entries for paid in session.paid)]
+        old = set(found.old_pages)
+        for table in tables:
+            self._pages.drop(entry for entry in table if entry.page in old)
+        pages = self._pages.allocate(session.owner, found.num_pages, after=None, growing=True)
+        self._executor.write_pages(pages, parts)
+        new = set(pages)
+        count = len(session.entries)
+        session.entries = found.table(pages)
+        for paid in session.paid:
+            paid.entries = (*session.entries, *paid.entries[count:])
+        for _ in tables:
+            self._pages.hold(entry for entry in session.entries if entry.page in new)
+        self.repacked += 1
+        return found.gain
 
     def forget_paid(self, session: Session) -> None:
         """Give back what was forwarded ahead of questions."""
@@ -148,7 +190,7 @@ class Tiers:
         stored = session.stored
         if stored is None:
             self.forget_paid(session)
-            pages = sorted(self._own_pages(session))
+            pages = sorted(self._own_pages(session, {}))
             size = len(pages) * self._page_bytes
             if tier == "host" and not self._make_room(size):
                 raise CapacityError(
@@ -170,6 +212,9 @@ class Tiers:
     def bring_back(self, session: Session) -> None:
         """Bring a session's cells back into the pool, if they are not there.
 
+        Others may take their room in host memory meanwhile, which is over its limit by so much
+        until they have changed places.
+
         Raises:
           PoolFullError: there is no room; nothing has changed.
           SnapshotError: its file is missing or damaged; the cells are lost.
@@ -178,20 +223,25 @@ class Tiers:
         if stored is None:
             return
         parts = stored.parts if stored.parts is not None else self._read(stored, session)
-        new = self._pages.allocate(session.owner, len(stored.pages), after=None, growing=True)
+        session.stored = None
+        try:
+            new = self._pages.allocate(session.owner, len(stored.pages), after=None, growing=True)
+        except PoolFullError:
+            session.stored = stored
+            raise
         self._executor.write_pages(new, parts)
         moved = dict(zip(stored.pages, new, strict=True))
         table = [entry._replace(page=moved.get(entry.page, entry.page)) for entry in stored.entries]
         came = set(new)
         self._pages.hold(entry for entry in table if entry.page in came)
         session.entries = tuple(table)
-        self.discard(session)
+        _remove_file(stored)
         self.brought_back += 1
 
     def discard(self, session: Session) -> None:
         """Forget what is stored of a session."""
-        if session.stored and session.stored.path:
-            session.stored.path.unlink(missing_ok=True)
+        if session.stored:
+            _remove_file(session.stored)
         session.stored = None
 
     def lose(self, session: Session) -> None:
@@ -222,19 +272,25 @@ class Tiers:
         return self.bytes_held("host") + size <= self.host_limit
 
     def _idle(self) -> list[Session]:
-        """Sessions that may move, longest unused first."""
+        """Sessions whose cells may move, longest unused first."""
         found = [
             session
             for session in self._sessions.values()
             if not session.running and session.stored is None and session.entries
         ]
-        return sorted(found, key=lambda session: session.used) if self.is_on else []
+        return sorted(found, key=lambda session: session.used)
 
-    def _own_pages(self, session: Session) -> list[int]:
-        """Pages that nobody else sees, those of its paid tails included."""
-        tables = (session.entries, *(paid.entries for paid in session.paid))
-        seen = collections.Counter(entry.page for table in tables for entry in table)
-        return [p for p, times in seen.items() if self._pages.header(p).references == times]
+    def _own_pages(self, session: Session, beside: Mapping[int, int]) -> collections.Counter[int]:
+        """Pages that nobody sees but a session, how often, and `beside` so often besides."""
+        seen = collections.Counter(entry.page for entry in session.entries)
+        for page, times in list(seen.items()):
+            if self._pages.header(page).references != times + beside.get(page, 0):
+                del seen[page]
+        return seen
+
+    def _repacking(self, session: Session, own: Mapping[int, int]) -> Repacking:
+        movable = {} if self._executor.config.selector else own
+        return repacking(session.entries, movable, self._pages.page_size)
 
     def _write(self, stored: Stored) -> None:
         """Write a session's cells to a file of its own: aside, then renamed."""
@@ -280,3 +336,18 @@ class Tiers:
                 at += size
             parts.append(part)
         return parts
+
+
+def _references_of_paid(session: Session) -> collections.Counter[int]:
+    """Count the references of a session's paid tails by page: its own table, and theirs behind."""
+    count = len(session.entries)
+    table = collections.Counter(entry.page for entry in session.entries)
+    found = collections.Counter({page: n * len(session.paid) for page, n in table.items()})
+    for paid in session.paid:
+        found.update(entry.page for entry in paid.entries[count:])
+    return found
+
+
+def _remove_file(stored: Stored) -> None:
+    if stored.path:
+        stored.path.unlink(missing_ok=True)

@@ -201,6 +201,14 @@ class Verbs:
         session.version += 1
         return session.version
 
+    def repack(self, session_id: str) -> Steps:
+        """Move an idle session's cells together, see Tiers.repack; returns the pages freed."""
+        session = self.session(session_id)
+        yield from ()  # it forwards nothing
+        if session.running or session.stored:
+            return 0
+        return self.tiers.repack(session)
+
     # Asking
 
     def advance(
@@ -236,7 +244,7 @@ class Verbs:
         slot_ids: Sequence[int],
     ) -> Steps:
         version = session.version
-        paid, skip = session_module.longest_paid(session, ids)
+        paid, skip = self._longest_paid(session, ids, max_new_tokens)
         tail = self._tail(session, next(self._owners), paid, skip, len(ids) + max_new_tokens - skip)
         token_ids = ids.tolist()
         try:
@@ -322,7 +330,7 @@ class Verbs:
     ) -> Steps:
         longest = max(len(choice) for choice in checked)
         version, context_len = session.version, session.context_len
-        paid, skip = session_module.longest_paid(session, ids)
+        paid, skip = self._longest_paid(session, ids, 0)
         ready = paid.behind(skip)[0] if paid and skip == len(ids) else None
 
         def answer(best: int, root: NextToken, **more) -> Answer:
@@ -469,14 +477,14 @@ class Verbs:
         nobody = Session(session_id="", owner=next(self._owners), when_full="error", tenant=tenant)
         count, entries = self.prefixes.match(tenant, ids, len(ids) - 1)
         if count:
+            self.pages.hold(entries)
             nobody.paid.append(
                 PaidTail(token_ids=tuple(ids[:count].tolist()), entries=entries, along=())
             )
-        self.pages.hold(entries)  # what is kept may be dropped for the tail's own pages
         try:
             return (yield from self._stream(nobody, ids, request, commit=False, keep=False))
         finally:
-            self.pages.drop(entries)
+            self.tiers.forget_paid(nobody)
 
     def _free_name(self) -> str:
         return next(name for n in self._names if (name := f"s{n}") not in self.sessions)
@@ -557,9 +565,7 @@ class Verbs:
         What paid tails, eviction and rollback give back counts as free.
         """
         needed = pages_module.pages_needed(self.pages, session.owner, entries, position, shifts)
-        self.pages.require(
-            needed, [session.entries, *(p.entries for p in session.paid)], staying=entries
-        )
+        self.pages.require(needed, session.entries, staying=entries)
         one_step = len(shifts) <= self.executor.longest_step  # reads only what is there already
         rows_module.check_context(
             pages_module.stretches(entries, self.config.page_size), 0 if one_step else needed,
@@ -582,7 +588,30 @@ class Verbs:
         if paid:
             context = pages_module.cut_end(paid.entries, position)
         shifts = self._shifts(session, session.stream_len + skip, count)
-        return Tail(self.executor, self.pages, owner, context, position, shifts, selects=selects)
+        on_paid = context if paid else ()
+        self.pages.hold(on_paid)  # the paid tail may be given back for the new one's own pages
+        try:
+            return Tail(
+                self.executor, self.pages, owner, context, position, shifts, selects=selects
+            )
+        finally:
+            self.pages.drop(on_paid)
+
+    def _longest_paid(
+        self, session: Session, ids: np.ndarray, more: int
+    ) -> tuple[PaidTail | None, int]:
+        """Find the paid tail to go on behind, and the tokens it saves, unless it is in the way.
+
+        Who goes on behind a part-filled page may need one page more than who starts anew.
+
+        Args:
+          more: tokens behind the question.
+        """
+        paid, skip = session_module.longest_paid(session, ids)
+        alone = -(-(len(ids) + more) // self.pages.page_size)
+        if paid and self.pages.num_free <= alone == self.pages.num_available:
+            return None, 0
+        return paid, skip
 
     def _ask(
         self, tail: Tail, ids: np.ndarray, paid: PaidTail | None, skip: int
@@ -643,7 +672,7 @@ class Verbs:
     ) -> TokenSteps:
         # Nothing approximate becomes durable, and a session-less prompt is no question.
         selects = self._blocks_kept is not None and not commit and bool(session.session_id)
-        paid, skip = session_module.longest_paid(session, ids)
+        paid, skip = self._longest_paid(session, ids, request.max_new_tokens - (not commit))
         if commit and self._blocks_kept is not None:
             paid, skip = None, 0
         ahead: tuple[NextToken, ...] = ()

@@ -149,6 +149,7 @@ class LocalService:
         self._appending: dict[Ticket, int] = {}  # tokens
         self._outdated_since: dict[str, float] = {}
         self._bursts: dict[str, _Burst] = collections.defaultdict(_Burst)
+        self._looked_after: dict[str, int] = {}  # versions that needed no repacking, or got it
         self._versions: dict[str, int] = {}  # computed, of open sessions
         self._news = itertools.count()
         self._closing = False
@@ -230,6 +231,7 @@ class LocalService:
                 del self._memories[session_id]
                 self._outdated_since.pop(session_id, None)
                 self._bursts.pop(session_id, None)
+                self._looked_after.pop(session_id, None)
 
         self._call(close)
 
@@ -854,7 +856,8 @@ class LocalService:
                 self._notify()
                 if not self._commands and not self._closing:
                     if self._is_idle():
-                        self._changed.wait()
+                        if not self._maintain():
+                            self._changed.wait()
                     elif not self._scheduler.num_waiting:
                         self._changed.wait(BURST_GAP_S)  # until a burst is over
                 commands = list(self._commands)
@@ -950,6 +953,20 @@ class LocalService:
                     continue
                 assert pending._ticket is not None
                 self._advancing[pending._ticket] = (prepositions, entry, version)
+
+    def _maintain(self) -> bool:
+        """Submit the repacking of sessions that have changed and leave many cells dead."""
+        sessions = self._engine.verbs.sessions
+        for session_id, version in self._versions.items():
+            if self._looked_after.get(session_id) == version:
+                continue
+            self._looked_after[session_id] = version
+            if self._engine.verbs.tiers.is_scattered(sessions[session_id]):
+                self._submit(
+                    Pending(self._changed, None), lambda name, _: self._engine.verbs.repack(name),
+                    session_id, (), JobClass.MAINTENANCE, cells=0,
+                )  # fmt: skip
+        return self._scheduler.num_waiting > 0
 
     def _evaluate(self) -> None:
         """Submit what registered questions lack, together, where no append is on its way."""

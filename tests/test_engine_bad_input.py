@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny_engine
 
+from jaxstate.answer import Source
 from jaxstate.errors import CapacityError, InputError, SessionError
 from jaxstate.sampling import Sampling
 
@@ -170,12 +171,15 @@ def test_turn_that_could_not_be_kept_is_refused_before_it_runs(engine):
 # The pool
 
 
-def _exhausted(engine):
-    """Two sessions of 56 and 64 cells; one page of 16 is left, and a paid tail takes it."""
+def _exhausted(engine, *, by_paid_tail=False):
+    """Sessions of 56 and 64 cells; one page of 16 is left, which a third or a paid tail takes."""
     engine.create([1] * 56, session_id="a")
     engine.create([2] * 63, session_id="big")
     engine.append("big", [3])
-    engine.advance("a", [5] * 8)
+    if by_paid_tail:
+        engine.advance("a", [5] * 8)
+    else:
+        engine.create([4], session_id="small")
     assert engine.pages.num_free == 0
 
 
@@ -192,8 +196,46 @@ EXHAUSTING = {
 @pytest.mark.parametrize("verb", EXHAUSTING)
 def test_full_pool_refuses(engine, verb):
     _exhausted(engine)
-    with _refused(engine, CapacityError, "needs 1 pages of 8 cells, 0 of 16 are free; close a"):
+    with _refused(engine, CapacityError, "needs 1 pages of 8 cells, 0 of 16 can be had; close a"):
         EXHAUSTING[verb](engine)
+
+
+@pytest.mark.parametrize("verb", EXHAUSTING)
+def test_paid_tails_give_way_in_a_full_pool(engine, verb):
+    _exhausted(engine, by_paid_tail=True)
+    EXHAUSTING[verb](engine)
+    assert engine.session("a").paid == []
+
+
+# Five pages are left, of which the paid tail takes two or three. It stays where it leaves enough;
+# else the question goes on behind what it needs of it, or starts anew where that saves a page.
+@pytest.mark.parametrize(
+    "entry_len, common, new, source, stays",
+    [
+        (9, 9, 16, Source.RESUMED, True),
+        (17, 8, 17, Source.RESUMED, False),
+        (9, 9, 25, Source.COMPUTED, False),
+    ],
+)
+def test_own_paid_tail_of_a_question_is_not_in_its_way(
+    engine, entry_len, common, new, source, stays
+):
+    context = tiny_engine.random_ids(3, 56)
+    engine.create(context, session_id="a")
+    engine.create([2] * 32, session_id="b")
+    entry = tiny_engine.random_ids(1, entry_len)
+    engine.advance("a", entry)
+    question = [*entry[:common], 5]
+    answer = engine.query("a", question, max_new_tokens=new)
+    assert answer.token_ids == tuple(tiny_engine.greedy(context + question, new))
+    assert (answer.source, len(engine.session("a").paid)) == (source, stays)
+
+
+def test_what_is_refused_takes_no_paid_tail(engine):
+    _exhausted(engine, by_paid_tail=True)
+    with _refused(engine, CapacityError, "needs 2 pages of 8 cells, 1 of 16 can be had"):
+        engine.query("big", [1] * 9, max_new_tokens=1)
+    assert len(engine.session("a").paid) == 1
 
 
 def test_full_pool_refuses_an_append_that_frees_too_little(engine):
@@ -204,7 +246,7 @@ def test_full_pool_refuses_an_append_that_frees_too_little(engine):
 
 
 def test_append_takes_the_pages_of_its_own_paid_tail(engine):
-    _exhausted(engine)
+    _exhausted(engine, by_paid_tail=True)
     assert engine.append("a", [1] * 8) == 1
     assert engine.pages.num_free == 0
 
@@ -364,7 +406,7 @@ def test_stream_that_cannot_start_takes_nothing(engine):
     engine.create([1] * 56, session_id="a")
     engine.create([2] * 60, session_id="big")
     stream = engine.stream("a", [5] * 8, max_new_tokens=8)
-    with _refused(engine, CapacityError, "needs 2 pages of 8 cells, 1 of 16 are free"):
+    with _refused(engine, CapacityError, "needs 2 pages of 8 cells, 1 of 16 can be had"):
         next(stream)
 
 

@@ -91,6 +91,20 @@ class CheckedEngine:
         held = self.engine.cells_held
         require(held == 0, f"all sessions are closed and {held} cells are still held")
 
+    def repack(self, session_id: str) -> None:
+        """Move a session's cells together; nothing changes but where they are."""
+        before = self.engine.cells_held
+        session = self.engine.session(session_id)
+        gain = self._watch.attempt(
+            "repack", lambda: self.engine.verbs.tiers.repack(session), forwards=lambda _: 0
+        )
+        freed = before - self.engine.cells_held
+        require(freed == gain * self._sizes.page_size, f"repack: freed {freed} cells")
+        if gain:
+            self._count("repacked")
+            require(not self.engine.verbs.tiers.repack(session), "repack: gained again")
+        self._watch.check("repack")
+
     # Durable verbs
 
     def append(self, session_id: str, token_ids: Sequence[int]) -> None:
@@ -129,8 +143,7 @@ class CheckedEngine:
             tokens=len(new), writer=session_id, forwards=lambda _: len(new),
         )  # fmt: skip
         if version is not REFUSED:
-            if common < len(stream) or new:
-                mirror.paid.clear()
+            mirror.paid.clear()
             mirror.context = mirror.context[: mirror.frozen_len + common]
             mirror.context += self.history.extend(mirror.context, new)
             self._next_version(mirror, version, "update")
@@ -162,8 +175,8 @@ class CheckedEngine:
     ) -> None:  # fmt: skip
         """Pay for tokens ahead; what is kept must be the reference's greedy continuation."""
         mirror = self.mirrors[session_id]
-        skip = mirror.skipped(entry)
         total = len(entry) + max_new_tokens
+        skip = self._skipped(mirror, entry, total)
         paid = self._watch.attempt(
             "advance",
             lambda: self.engine.advance(
@@ -187,7 +200,7 @@ class CheckedEngine:
         """Ask greedily; the session is unchanged, or holds question and answer after a commit."""
         mirror = self.mirrors[session_id]
         total = len(question) + max_new_tokens
-        skip, ahead = mirror.skipped(question), 0 if commit else mirror.ahead(question)
+        skip, ahead = self._paid_of(mirror, question, total, commit)
         answer = self._watch.attempt(
             "query",
             lambda: self.engine.query(
@@ -236,7 +249,7 @@ class CheckedEngine:
         """
         mirror = self.mirrors[session_id]
         total = len(question) + max_new_tokens
-        skip, ahead = mirror.skipped(question), 0 if commit else mirror.ahead(question)
+        skip, ahead = self._paid_of(mirror, question, total, commit)
         seen = copy.deepcopy(mirror)
         table = self.engine.session(session_id).entries
 
@@ -263,7 +276,7 @@ class CheckedEngine:
         refusal: Refusal = None
         if finish and not taken:
             refusal = self._turn_refusal(mirror, total, commit) if is_open else SessionError
-            skip, ahead = mirror.skipped(question), 0 if commit else mirror.ahead(question)
+            skip, ahead = self._paid_of(mirror, question, total, commit)
             seen = copy.deepcopy(mirror)
         elif finish and commit and not (is_open and mirror.version == seen.version):
             refusal = SessionError
@@ -288,6 +301,7 @@ class CheckedEngine:
         """Choose among continuations; every choice's probability is compared."""
         mirror = self.mirrors[session_id]
         longest = max(len(choice) for choice in choices)
+        skip = self._skipped(mirror, question, len(question))
         answer = self._watch.attempt(
             "choose", lambda: self.engine.choose(session_id, question, choices),
             refusal=self._beyond_positions(mirror.context, len(question) + longest),
@@ -295,7 +309,7 @@ class CheckedEngine:
         )  # fmt: skip
         if answer is not REFUSED:
             self._answers.check_choice(
-                answer, mirror, question, choices, skip=mirror.skipped(question),
+                answer, mirror, question, choices, skip=skip,
                 num_rows=self._sizes.step_shapes[-1].num_rows,
             )  # fmt: skip
         self._watch.check("choose")
@@ -314,6 +328,24 @@ class CheckedEngine:
         self._watch.check("step")
 
     # What the reference expects
+
+    def _skipped(self, mirror: Mirror, question: Sequence[int], count: int) -> int:
+        """Count what paid tails save of a question; nothing where the pool is too full for them.
+
+        Args:
+          count: tokens it may need in all. Behind a part-filled page they may take a page more.
+        """
+        pages = self.engine.pages
+        alone = -(-count // pages.page_size)
+        is_tight = pages.num_free <= alone == pages.num_available
+        return 0 if is_tight else mirror.skipped(question)
+
+    def _paid_of(
+        self, mirror: Mirror, question: Sequence[int], total: int, commit: bool
+    ) -> tuple[int, int]:
+        """Count what paid tails save of a question, and of its answer."""
+        skip = self._skipped(mirror, question, total - (not commit))
+        return skip, mirror.ahead(question) if skip and not commit else 0
 
     def _beyond_positions(self, context: Context, count: int) -> Refusal:
         return CapacityError if len(context) + count > self._max_positions else None

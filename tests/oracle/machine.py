@@ -76,6 +76,10 @@ class EngineMachine(RuleBasedStateMachine):
     def close(self, session):
         self.checked.close(session)
 
+    @rule(session=sessions)
+    def repack(self, session):
+        self.checked.repack(session)
+
     # Durable verbs
 
     @rule(session=sessions, length=st.integers(1, 24), seed=seeds)

@@ -74,6 +74,15 @@ class Together:
 
     def run(self) -> bool:
         """Run both steps; the caller gives back afterwards, whatever happened."""
+        for spec in self._specs:
+            self._engine.session(spec.session_id).running += 1
+        try:
+            return self._run()
+        finally:
+            for spec in self._specs:
+                self._engine.session(spec.session_id).running -= 1
+
+    def _run(self) -> bool:
         nowhere = self._engine.config.num_cells
         rows = []
         grown = list(self._tables)

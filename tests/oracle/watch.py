@@ -11,6 +11,7 @@ import numpy as np
 from jaxstate.engine import Engine
 from jaxstate.errors import CapacityError, JaxStateError
 from jaxstate.pages import Entry
+from jaxstate.session import PaidTail
 from oracle.equality import Mismatch, Rule, require
 from oracle.history import Context, History
 from oracle.mirror import Mirror, Refusal
@@ -58,15 +59,25 @@ class Watch:
         sessions = self._fingerprint()
         free = {page for page in range(pages.num_pages) if self._header(page) is None}
         may_write = free | set(self._open_tail)
-        seen = set(self._open_cells)
-        for session_id in self._engine.session_ids:
-            if session_id != writer:  # its own bits are compared where its table still shows them
-                for entries in self._entries_of(session_id):
-                    seen.update(self.table(entries)[0].tolist())
-        owner = None
+        paid = self._paid()
+        by_paid = _references(one.entries for tails in paid.values() for one in tails)
+        spare = {page for page, count in by_paid.items() if pages.header(page).references == count}
+        worst = -(-tokens // pages.page_size) + 2 if tokens else 0
+        others = [name for name in self._engine.session_ids if name != writer]
+        tables = {name: self._engine.session(name).entries for name in self._engine.session_ids}
+        shown = {name: self._shown(name) for name in others}
+        alone = {
+            name: {
+                page
+                for page, count in _references([table]).items()
+                if pages.header(page).references == count + by_paid[page]
+            }
+            for name, table in tables.items()
+        }
+        owners = set()
         if writer is not None:
-            owner = self._engine.session(writer).owner
-            may_write |= set(pages.owned_by(owner))
+            owners.add(self._engine.session(writer).owner)
+            may_write |= set(pages.owned_by(*owners))
             # What only the writer held, it may have given back and taken again.
             for page, count in _references(self._entries_of(writer)).items():
                 header = self._header(page)
@@ -79,8 +90,7 @@ class Watch:
         except Mismatch:
             raise
         except JaxStateError as error:
-            worst = -(-tokens // pages.page_size) + 2 if tokens else 0
-            full = isinstance(error, CapacityError) and worst > len(free)
+            full = isinstance(error, CapacityError) and worst > len(free) + len(spare)
             if not full and (refusal is None or not isinstance(error, refusal)):
                 raise Mismatch(f"{what}: unexpected {error!r}") from error
             require(self._fingerprint() == sessions, f"{what}: refused, but sessions changed")
@@ -94,6 +104,23 @@ class Watch:
             if forwards is not None:
                 got, want = self._engine.executor.tokens_forwarded - before, forwards(result)
                 require(got == want, f"{what}: expected {want} tokens forwarded, got {got}")
+        given_back = self._note_given_back(paid)
+        moved = [name for name in others if self._is_unchanged_but_elsewhere(name, tables[name])]
+        require(
+            not (given_back or moved) or worst > len(free) or what == "repack",
+            f"{what}: gave paid tails back or moved cells without need",
+        )
+        if given_back:
+            may_write |= spare
+        for name in moved:
+            self._count("moved cells")
+            may_write |= alone[name]
+            owners.add(self._engine.session(name).owner)
+        # What moved is compared bit by bit where it is now; the writer's own bits likewise.
+        seen = set(self._open_cells)
+        for name in others:
+            if name in self._engine.session_ids:
+                seen.update(self.table(shown[name] & self._shown(name))[0].tolist())
         changed = {
             int(cell)
             for old, new in zip(pool, self._pool(), strict=True)
@@ -102,9 +129,38 @@ class Watch:
         require(not changed & seen, f"{what}: wrote cells {changed & seen}, which somebody sees")
         for page in {cell // pages.page_size for cell in changed}:
             header = self._header(page)
-            is_own = owner is None or header is None or header.owner == owner
+            is_own = writer is None or header is None or header.owner in owners
             require(page in may_write and is_own, f"{what}: wrote page {page}, not its own")
         return result
+
+    def _is_unchanged_but_elsewhere(self, name: str, before: tuple[Entry, ...]) -> bool:
+        """Whether a session's cells have moved, and it has not changed."""
+        if name not in self._engine.session_ids:
+            return False
+        session = self._engine.session(name)
+        return session.version == self._mirrors[name].version and session.entries != before
+
+    def _note_given_back(self, before: Mapping[str, list[PaidTail]]) -> list[PaidTail]:
+        """Find paid tails that are gone although their sessions have not changed, and forget them.
+
+        Args:
+          before: paid tails by session.
+        """
+        given_back = []
+        for name, tails in before.items():
+            mirror = self._mirrors[name]
+            if name not in self._engine.session_ids:
+                continue
+            session = self._engine.session(name)
+            there = {id(one) for one in session.paid}
+            gone = [one for one in tails if id(one) not in there]
+            if session.version == mirror.version and gone:
+                mirror.paid = [
+                    paid for paid, one in zip(mirror.paid, tails, strict=True) if id(one) in there
+                ]
+                given_back += gone
+                self._count("paid tail given back")
+        return given_back
 
     def suspend(self, context: Iterable[Entry]) -> None:
         """Note what a stream holds that was begun and is not finished.
@@ -264,6 +320,12 @@ class Watch:
         """Return the tables of a session and its paid tails."""
         session = self._engine.session(session_id)
         return [session.entries, *(paid.entries for paid in session.paid)]
+
+    def _shown(self, session_id: str) -> set[Entry]:
+        return {entry for entries in self._entries_of(session_id) for entry in entries}
+
+    def _paid(self) -> dict[str, list[PaidTail]]:
+        return {name: list(self._engine.session(name).paid) for name in self._engine.session_ids}
 
     def _all_entries(self) -> list[tuple[Entry, ...]]:
         return [
