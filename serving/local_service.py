@@ -792,7 +792,7 @@ class LocalService:
         ticket = self._scheduler.submit(
             functools.partial(begin, session_id, token_ids), job_class=job_class,
             session=session_id, tokens=len(token_ids), cells=cells, now=now,
-            deadline=now + deadline_s, exclusive=exclusive,
+            deadline=pending.asked + deadline_s, exclusive=exclusive,
         )  # fmt: skip
         self._attach(pending, ticket)
         return ticket
@@ -813,8 +813,8 @@ class LocalService:
         now = self._clock()
         ticket = self._scheduler.submit(
             begin, job_class=job_class, session=f"new {next(self._news)}", tokens=len(token_ids),
-            cells=cells, now=now, deadline=now + deadline_s, prefix=token_ids, tenant=tenant,
-            can_stop=can_stop,
+            cells=cells, now=now, deadline=pending.asked + deadline_s, prefix=token_ids,
+            tenant=tenant, can_stop=can_stop,
         )  # fmt: skip
         self._attach(pending, ticket)
 

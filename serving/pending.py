@@ -25,7 +25,7 @@ class Pending:
         """Made by LocalService; without a ticket it is done and has this result.
 
         Args:
-          asked: when the verb was called, seconds on the service's clock.
+          asked: when the verb was called, seconds on the service's clock; deadlines count from it.
         """
         self.asked = asked
         self._changed = changed

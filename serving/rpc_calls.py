@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc.aio
 
-from jaxstate.errors import ClosedError, InputError, JaxStateError
+from jaxstate.errors import InputError, JaxStateError
 from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.serving import jaxstate_pb2 as pb
 from jaxstate.serving import prompts
@@ -26,6 +26,7 @@ from jaxstate.serving.pending import Pending
 from jaxstate.serving.rpc_errors import UnavailableError
 
 NUM_THREADS = 64  # that may wait for the worker to take a verb
+Undo = Callable[[Any], Any]
 _LONG_TEXT = 4096  # bytes of a prompt that is worth a thread
 
 
@@ -91,23 +92,22 @@ class Backend:
         """Wait for the worker's next step or change."""
         await asyncio.shield(self._changed)
 
-    async def run(
-        self, function: Callable[..., Any], *args, undo: Callable[[Any], Any], **kwargs
-    ) -> Any:
+    async def run(self, function: Callable[..., Any], *args, undo: Undo | None, **kwargs) -> Any:
         """Run what may wait for the worker; `undo` gets its result if nobody waits any more."""
         call = functools.partial(function, *args, **kwargs)
         running = self._loop.run_in_executor(self._threads, call)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            running.add_done_callback(functools.partial(self._undo, undo))
+            if undo is not None:
+                running.add_done_callback(functools.partial(self._undo, undo))
             raise
 
     def later(self, function: Callable[..., Any], *args: Any) -> None:
         """Run what nobody waits for."""
         self._threads.submit(function, *args)
 
-    def _undo(self, undo: Callable[[Any], Any], done: asyncio.Future) -> None:
+    def _undo(self, undo: Undo, done: asyncio.Future) -> None:
         if not done.cancelled() and done.exception() is None:
             self.later(undo, done.result())
 
@@ -150,7 +150,7 @@ class Call:
         self,
         function: Callable[..., Any],
         *args: Any,
-        undo: Callable[[Any], Any] = lambda result: None,
+        undo: Undo | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run what may wait for the worker, in a thread.
@@ -160,30 +160,41 @@ class Call:
         """
         return await self._backend.run(function, *args, undo=undo, **kwargs)
 
-    async def begin(self, function: Callable[..., Pending], *args: Any, **kwargs: Any) -> Pending:
-        """Submit a verb with what is left of the deadline, and return when the worker has it."""
-        kwargs["deadline_s"] = self.deadline_s
-        return await self.run(function, *args, undo=_cancel, **kwargs)
+    async def begin(
+        self,
+        function: Callable[..., Pending],
+        *args: Any,
+        undo: Undo | None = None,
+        **kwargs: Any,
+    ) -> Pending:
+        """Submit a verb with what is left of the deadline, and return when the worker has it.
+
+        Args:
+          undo: gets the verb's result if the client has gone away meanwhile, and it was too late
+            to cancel it.
+        """
+        cancel = functools.partial(_cancel, undo=undo)
+        return await self.run(function, *args, undo=cancel, deadline_s=self.deadline_s, **kwargs)
 
     async def result(
         self,
         pending: Pending,
         *,
         cancels: bool = True,
-        undo: Callable[[Any], Any] = lambda result: None,
+        undo: Undo | None = None,
     ) -> Any:
         """Wait for the end of a verb and return its result.
 
         Args:
           cancels: it is cancelled if the client goes away.
-          undo: gets the result if the verb ended in spite of that.
+          undo: see begin.
         """
         try:
             while not pending.is_over:
                 await self.change()
         except asyncio.CancelledError:
             if cancels:
-                self.later(_cancelled, pending, undo)
+                self.later(_cancel, pending, undo)
             raise
         return pending.result(0)
 
@@ -236,19 +247,11 @@ def tenant_of(context: grpc.aio.ServicerContext) -> str:
     return ""
 
 
-def _cancel(pending: Pending) -> None:
-    """End a verb that nobody waits for; the service may have ended it."""
+def _cancel(pending: Pending, undo: Undo | None = None) -> None:
+    """End a verb that nobody waits for; undo it if that came too late."""
     try:
         pending.cancel()
-    except ClosedError:
-        assert pending.is_over
-
-
-def _cancelled(pending: Pending, undo: Callable[[Any], Any]) -> None:
-    """Cancel a verb; if it had ended before, undo it."""
-    _cancel(pending)
-    try:
-        result = pending.result()
+        if undo is not None:
+            undo(pending.result())
     except JaxStateError:
-        return  # nothing came of it, which is what was wanted
-    undo(result)
+        return  # nothing came of it, or nothing is left of it

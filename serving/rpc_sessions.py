@@ -7,11 +7,10 @@ import collections
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from jaxstate.errors import BusyError, InputError, JaxStateError, UnknownSessionError
+from jaxstate.errors import BusyError, InputError, JaxStateError
 from jaxstate.serving import jaxstate_pb2 as pb
 from jaxstate.serving import messages
 from jaxstate.serving.append_memory import Number
-from jaxstate.serving.local_service import LocalService
 from jaxstate.serving.pending import Pending
 from jaxstate.serving.rpc_calls import Call
 from jaxstate.serving.rpc_errors import SeriesError
@@ -29,6 +28,7 @@ async def create_session(request: pb.CreateSessionRequest, call: Call) -> pb.Ses
         session_id=messages.new_session_id(request.session_id),
         when_full=messages.when_full(request.when_full),
         tenant=call.tenant,
+        undo=service.close_session,
     )
     name = await call.result(pending, undo=service.close_session)
     return await _described(call, name)
@@ -145,15 +145,8 @@ async def _described(call: Call, name: str) -> pb.Session:
     try:
         return messages.session(await call.run(call.service.describe, name))
     except asyncio.CancelledError:
-        call.later(_close, call.service, name)
+        call.later(call.service.close_session, name)
         raise
-
-
-def _close(service: LocalService, name: str) -> None:
-    try:
-        service.close_session(name)
-    except UnknownSessionError:
-        return  # somebody else did
 
 
 def _number(request: pb.AppendRequest) -> Number | None:
