@@ -49,7 +49,7 @@ class Ticket:
       state: see State.
       tokens: drawn so far.
       result: what the verb returned, once DONE.
-      error: what it raised, once FAILED.
+      error: what it raised, once FAILED, or why it will not be run, once CANCELLED.
       tokens_forwarded: for it.
       tokens_to_first: of these, up to its first output.
       started, first_output, ended: seconds on the same clock; None until then.
@@ -208,9 +208,10 @@ class Scheduler:
             self.cancel(ticket, now)
         return all(ticket.is_over for ticket in of_session)
 
-    def end(self, now: float) -> None:
-        """End everything where it is, appends too: nobody will run them."""
+    def end(self, now: float, error: BaseException | None = None) -> None:
+        """End everything where it is, appends too: nobody will run them; `error` says why."""
         for running in list(self._running.values()):
+            running.ticket.error = error
             self._end(running, State.CANCELLED, now)
 
     def step(self, now: float, clock: Callable[[], float] | None = None) -> StepPlan:

@@ -22,6 +22,8 @@ from jaxstate.serving.rpc_calls import Backend, Served
 
 logger = logging.getLogger(__name__)
 
+_Status = health_pb2.HealthCheckResponse.ServingStatus
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -57,8 +59,8 @@ class GrpcServer:
     def __init__(self, config: ServerConfig):
         """Made within the event loop."""
         self._config = config
-        self._backend = Backend()
         self._health = health.aio.HealthServicer()
+        self._backend = Backend(self._note_lost)
         self._server = grpc.aio.server(
             options=(
                 ("grpc.max_receive_message_length", config.max_message_bytes),
@@ -80,7 +82,7 @@ class GrpcServer:
           RuntimeError: the port is taken, or the host is none of this machine.
         """
         port = self._server.add_insecure_port(f"{self._config.host}:{self._config.port}")
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._set_health(_Status.NOT_SERVING)
         await self._server.start()
         logger.info("bound %s:%d", self._config.host, port)
         return port
@@ -88,7 +90,7 @@ class GrpcServer:
     async def open(self, served: Served) -> None:
         """Answer calls from now on."""
         self._backend.open(served)
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await self._set_health(_Status.SERVING)
 
     async def stop(self) -> None:
         """Refuse new calls, let those under way end, cancel what then is left, and unbind.
@@ -108,6 +110,10 @@ class GrpcServer:
         """Return when it has been stopped."""
         await self._server.wait_for_termination()
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+    def _note_lost(self) -> None:
+        """Say that nothing is served any more."""
+        self._losing = asyncio.ensure_future(self._set_health(_Status.NOT_SERVING))
+
+    async def _set_health(self, status: _Status) -> None:
         for name in ("", rpc_handlers.SERVICE.full_name):
             await self._health.set(name, status)

@@ -554,6 +554,11 @@ class LocalService:
         """The engine's sizes."""
         return self._engine.config
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it runs nothing more: it was closed, or its worker has failed."""
+        return self._closing
+
     def text(self, token_ids: Sequence[int]) -> str:
         """Decode tokens; "" without a tokenizer."""
         return self._engine.verbs.text(token_ids)
@@ -846,7 +851,7 @@ class LocalService:
         finally:
             with self._changed:
                 self._closing = True
-                self._scheduler.end(self._clock())
+                self._scheduler.end(self._clock(), self._closed())
                 self._notify()
 
     def _work(self, compilations: Compilations) -> None:

@@ -48,8 +48,13 @@ class Served:
 class Backend:
     """What is served to the calls of one event loop: nothing at first, nothing more in the end."""
 
-    def __init__(self):
-        """Start closed, in the event loop that will run the calls."""
+    def __init__(self, on_lost: Callable[[], Any]):
+        """Start closed, in the event loop that will run the calls.
+
+        Args:
+          on_lost: called when the service ends by itself.
+        """
+        self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._served: Served | None = None
         self._draining = False
@@ -70,6 +75,8 @@ class Backend:
             raise UnavailableError("the server is going down; try another, or later", 1.0)
         if self._served is None:
             raise UnavailableError("the model is not loaded yet; come again", 1.0)
+        if self._served.service.is_closed:
+            raise UnavailableError("the service has ended; see the server's log", 1.0)
         return self._served
 
     def open(self, served: Served) -> None:
@@ -119,6 +126,8 @@ class Backend:
 
     def _wake(self) -> None:
         self._told = False
+        if self._served is not None and self._served.service.is_closed:
+            self._on_lost()
         changed, self._changed = self._changed, self._loop.create_future()
         changed.set_result(None)
 

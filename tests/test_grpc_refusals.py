@@ -96,6 +96,10 @@ HOSTILE = {
 }
 
 
+def _is_repeated(value) -> bool:
+    return hasattr(value, "extend")
+
+
 def _fill(message, rng, depth=0):
     """Set fields to values that somebody may try."""
     for field in message.DESCRIPTOR.fields:
@@ -107,10 +111,10 @@ def _fill(message, rng, depth=0):
             getattr(message, field.name)[rng.choice((0, 5, 2**32 - 1))] = rng.choice((0.0, 1e308))
         elif field.message_type is not None:
             value = getattr(message, field.name)
-            _fill(value.add() if field.is_repeated else value, rng, depth + 1)
+            _fill(value.add() if _is_repeated(value) else value, rng, depth + 1)
         else:
             values = HOSTILE[field.cpp_type]
-            if field.is_repeated:
+            if _is_repeated(getattr(message, field.name)):
                 getattr(message, field.name).extend(rng.choices(values, k=rng.randint(0, 4)))
             else:
                 setattr(message, field.name, rng.choice(values))
@@ -349,6 +353,26 @@ def test_a_server_that_stops_finishes_what_is_under_way(running, stub):
         list(watch)
     assert list(stream)[-1].HasField("answer")
     stopped.result(WAIT_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_calls_of_a_service_that_ends_by_itself_end_too(running, stub):
+    name = _open(stub)
+    grpc_service.slow_down(running.service)
+    watch = stub.WatchAnswers(pb.WatchAnswersRequest(session_id=name))
+    stream = stub.Query(query(name, 80))
+    next(stream)
+
+    def broken():
+        raise RuntimeError("broken")
+
+    running.service._evaluate = broken
+    for call in (stream, watch, stub.Query(query(name))):
+        with refused(StatusCode.UNAVAILABLE):
+            list(call)
+    grpc_service.wait_until(
+        lambda: _health(running.channel) == health_pb2.HealthCheckResponse.NOT_SERVING
+    )
 
 
 def test_a_taken_port_is_not_shared(running):
