@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxstate.answer import Answer, FinishReason, Source
+from jaxstate.flash import Question
 from jaxstate.session import PaidTail
 from oracle.equality import Rule, log_softmax, require, top_gap
 from oracle.history import Context, History
@@ -112,6 +113,17 @@ class Answers:
             got == least or (got > least and len(branches) >= num_rows),
             f"choose: expected {least} tokens forwarded, got {got}",
         )
+
+    def check_content(self, answer: Answer, mirror: Mirror, question: Question) -> None:
+        """Compare what an answer says with the reference, wherever it came from."""
+        root = self._history.extend(mirror.context, question.token_ids)
+        if question.choices:
+            self._check_scores(answer, mirror.context + root, question.choices)
+            return
+        records = self._history.extend(mirror.context + root, answer.token_ids)
+        wants = [self._history.logits(record) for record in (root[-1], *records[:-1])]
+        self._rule.greedy(list(answer.token_ids), wants, "stored answer")
+        self._check_gap(answer.gap, wants[0], "stored answer")
 
     def check_paid(
         self,

@@ -10,10 +10,12 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxstate.errors import CapacityError
-from jaxstate.plan import JobClass, Limits
+from jaxstate.flash import FlashQuery, Question
+from jaxstate.plan import AGE_S, JobClass, Limits
 from jaxstate.scheduler import Scheduler, State, Ticket
 from oracle import tiny
 from oracle.answers import Answers
+from oracle.boards import FIRST_VERSION, Boards
 from oracle.equality import Rule, require
 from oracle.history import History
 from oracle.mirror import Mirror
@@ -22,6 +24,7 @@ MOST_SESSIONS = 5
 CHOICES = ((1, 2), (1,), (3, 4, 5))
 BRANCHES = 3  # their beginnings that are not the whole: tokens forwarded behind the question
 DEADLINE_S = 0.015
+FLASH_AGE_S = 0.05  # verbs hardly pause
 
 
 class Many:
@@ -36,7 +39,10 @@ class Many:
         self._most_rows = shapes[-1].num_rows
         self._scheduler = Scheduler(
             self.engine.executor, self.engine.pages,
-            Limits(tokens=shapes[-1].num_tokens, rows=self._most_rows),
+            Limits(
+                tokens=shapes[-1].num_tokens, rows=self._most_rows,
+                age_s={**AGE_S, JobClass.FLASH: FLASH_AGE_S},
+            ),
         )  # fmt: skip
         self._history = History(tiny.params_of(setup), setup.model)
         self._answers = Answers(self._history, rule)
@@ -46,14 +52,15 @@ class Many:
         self._pending: collections.Counter[str] = collections.Counter()  # tokens of appends
         self._now = 0.0
         self.events: collections.Counter[str] = collections.Counter()
+        self._boards = Boards(self._answers, self.events)
 
     def play(self, operations: int) -> None:
         """Do random things, then let everything end, then close all sessions."""
         verbs = [
             self._create, self._append, self._query, self._choose, self._cancel, self._close,
-            self._move_out, self._advance,
+            self._move_out, self._advance, self._register, self._ask_registered,
         ]  # fmt: skip
-        shares = [0.1, 0.22, 0.28, 0.1, 0.06, 0.04, 0.08, 0.12]
+        shares = [0.08, 0.22, 0.22, 0.07, 0.06, 0.03, 0.07, 0.08, 0.09, 0.08]
         for _ in range(operations):
             if self._rng.random() < 0.4:
                 self._step()
@@ -83,9 +90,11 @@ class Many:
             return
         context = self._history.extend((), frozen) if frozen else ()
         self._mirrors[session] = Mirror(
-            context=context, frozen_len=len(frozen), when_full=when_full
+            context=context, frozen_len=len(frozen), when_full=when_full, version=FIRST_VERSION
         )
-        self._versions[session] = {0: dataclasses.replace(self._mirrors[session])}
+        self.engine.session(session).version = FIRST_VERSION
+        self._versions[session] = {FIRST_VERSION: dataclasses.replace(self._mirrors[session])}
+        self._boards.open(session)
 
     def _append(self) -> None:
         session = self._some_session()
@@ -116,8 +125,10 @@ class Many:
             self.events["slid"] += 1
         mirror.context += self._history.extend(mirror.context, ids)
         mirror.version += 1
+        self._boards.changed(session)
         require(ticket.result == mirror.version, f"append: version {ticket.result}")
         self._versions[session][mirror.version] = dataclasses.replace(mirror)
+        self._ask_registered(session)  # before it is evaluated anew
 
     def _query(self) -> None:
         session = self._some_session()
@@ -192,6 +203,53 @@ class Many:
             require(list(ticket.result.token_ids[: len(entry)]) == entry, "advance: another entry")
             self.events["advanced"] += 1
 
+    def _register(self) -> None:
+        session = self._some_session()
+        if session is None or len(self._boards.queries(session)) == 3:
+            return
+        choices = CHOICES if self._rng.random() < 0.3 else ()
+        question = Question(
+            token_ids=tuple(self._question(session)), choices=choices,
+            max_new_tokens=int(self._rng.integers(1, 5)),
+        )  # fmt: skip
+        self._boards.register(session, question)
+
+    def _evaluate(self) -> None:
+        """Submit what registered questions lack, where no append is on its way."""
+        appending = {one.session for one in self._under_way if one.job_class is JobClass.APPEND}
+        for session, mirror in self._mirrors.items():
+            if session in appending:
+                continue
+            for query in self._boards.take_outdated(session, mirror.version):
+                ids = list(query.question.token_ids)
+                if query.question.choices:
+                    how: dict = {"choices": query.question.choices}
+                    begin, cells = self.engine.verbs.choose, len(ids) + 5
+                else:
+                    how = {"max_new_tokens": query.question.max_new_tokens}
+                    begin = self.engine.verbs.stream
+                    cells = len(ids) + query.question.max_new_tokens
+                self._submit(
+                    functools.partial(begin, keep=True, **how), session, ids, JobClass.FLASH,
+                    cells, functools.partial(self._evaluated, session, query),
+                )  # fmt: skip
+
+    def _evaluated(self, session: str, query: FlashQuery, ticket: Ticket) -> None:
+        question = query.question
+        if question.choices:
+            self._chosen(session, list(question.token_ids), ticket)
+        else:
+            self._answered(session, list(question.token_ids), question.max_new_tokens, ticket)
+        query.error = ticket.error
+        self._boards.note(session, query, ticket.result, self._now)
+
+    def _ask_registered(self, session: str | None = None) -> None:
+        session = session or self._some_session()
+        queries = self._boards.queries(session) if session else []
+        if session and queries:
+            query = queries[self._rng.integers(len(queries))]
+            self._boards.ask(session, query, self._mirrors[session])
+
     def _cancel(self) -> None:
         if not self._under_way:
             return
@@ -206,6 +264,7 @@ class Many:
         if session is None or any(one.session == session for one in self._under_way):
             return
         self.engine.close(session)
+        self._boards.close(session)
         del self._mirrors[session], self._versions[session]
 
     def _move_out(self) -> None:
@@ -226,6 +285,7 @@ class Many:
 
     def _step(self) -> None:
         self._now += 0.01
+        self._evaluate()
         before = self.engine.executor.steps
         plan = self._scheduler.step(self._now)
         self.events["steps"] += self.engine.executor.steps - before
