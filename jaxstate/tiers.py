@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxstate.errors import CapacityError, PoolFullError, SnapshotError
+from jaxstate.errors import CapacityError, SnapshotError
 from jaxstate.executor import Executor
 from jaxstate.page_copy import PAGES_AT_ONCE
 from jaxstate.pages import Entry, Pages, cells_used
@@ -209,14 +209,16 @@ class Tiers:
         if tier == "disk" and stored.parts is not None:
             self._write(stored)
 
-    def bring_back(self, session: Session) -> None:
+    def bring_back(self, session: Session, beside: int = 0) -> None:
         """Bring a session's cells back into the pool, if they are not there.
 
         Others may take their room in host memory meanwhile, which is over its limit by so much
         until they have changed places.
 
+        Args:
+          beside: pages that it comes back for; without room for them it stays where it is.
         Raises:
-          PoolFullError: there is no room; nothing has changed.
+          CapacityError, PoolFullError: there is no room, see Pages.require; nothing has changed.
           SnapshotError: its file is missing or damaged; the cells are lost.
         """
         stored = session.stored
@@ -224,9 +226,11 @@ class Tiers:
             return
         parts = stored.parts if stored.parts is not None else self._read(stored, session)
         session.stored = None
+        count = len(stored.pages)
         try:
-            new = self._pages.allocate(session.owner, len(stored.pages), after=None, growing=True)
-        except PoolFullError:
+            self._pages.require(count + beside, (), staying=session.entries)
+            new = self._pages.allocate(session.owner, count, after=None, growing=True)
+        except CapacityError:
             session.stored = stored
             raise
         self._executor.write_pages(new, parts)

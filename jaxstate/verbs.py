@@ -229,7 +229,7 @@ class Verbs:
         checks.vocabulary(self.model, slot_ids, "slot_ids")
         checks.positions(self.model, session.context_len, len(ids), max_new_tokens)
         with self._using(session):
-            yield from self._resident(session)
+            yield from self._resident(session, len(ids) + max_new_tokens)
             return (
                 yield from self._advance(session, ids, max_new_tokens, min_gap, eos_ids, slot_ids)
             )
@@ -316,7 +316,7 @@ class Verbs:
         longest = max(len(choice) for choice in checked)
         checks.positions(self.model, session.context_len, len(ids), longest)
         with self._using(session):
-            yield from self._resident(session)
+            yield from self._resident(session, len(ids))
             return (yield from self._choose(session, ids, checked, tree, gate, keep))
 
     def _choose(
@@ -414,11 +414,15 @@ class Verbs:
         finally:
             session.running -= 1
 
-    def _resident(self, session: Session) -> Steps:
-        """Bring a session's cells into the pool; those that are lost are computed anew."""
+    def _resident(self, session: Session, count: int = 0) -> Steps:
+        """Bring a session's cells into the pool; those that are lost are computed anew.
+
+        Args:
+          count: tokens that are to go on pages behind it.
+        """
         self.tiers.touch(session)
         try:
-            self.tiers.bring_back(session)
+            self.tiers.bring_back(session, -(-count // self.config.page_size))
         except SnapshotError as error:
             logger.warning("%s", error)
             yield from self._rebuild(session)
@@ -664,7 +668,7 @@ class Verbs:
             self.model, session.context_len, len(ids), request.max_new_tokens
         )  # again: the session may have grown since it was asked
         with self._using(session):
-            yield from self._resident(session)
+            yield from self._resident(session, len(ids) + request.max_new_tokens - (not commit))
             return (yield from self._answer(session, ids, request, commit, keep))
 
     def _answer(

@@ -146,6 +146,23 @@ def test_what_can_never_fit_is_told_from_what_does_not_fit_now(tight):
     assert again.state is State.DONE
 
 
+def test_a_session_does_not_come_back_for_a_question_that_has_no_room_beside_it(engine):
+    first = engine.create(_ids(1, 31))
+    engine.move_out(first, "disk" if engine.verbs.tiers.swap_dir else "host")
+    others = [engine.create(_ids(n, 31)) for n in range(2)]
+    asked = [engine.stream(name, [1], max_new_tokens=2) for name in others]
+    for stream in asked:
+        next(stream)  # 10 of 14 pages cannot move now
+    with pytest.raises(PoolFullError, match="needs 5 pages of 8 cells, 4 of 14 can be had"):
+        engine.query(first, [1], max_new_tokens=2)
+    assert engine.session(first).stored is not None
+    assert [engine.session(name).stored for name in others] == [None, None]
+    for stream in asked:
+        stream.close()
+    answer = engine.query(first, [1], max_new_tokens=2)
+    assert answer.token_ids == tuple(tiny_engine.greedy([*_ids(1, 31), 1], 2))
+
+
 def test_an_append_that_evicts_as_much_as_it_needs_is_admitted_to_a_full_pool(tight):
     scheduler = Scheduler(tight.executor, tight.pages, LIMITS)
     session = tight.create(when_full="slide")

@@ -108,7 +108,7 @@ ROTATING = Setup(
         layers=(LayerConfig(rope=FAR), LayerConfig(rope=NEAR, window=7)),
     ),
     sizes=EngineConfig(
-        num_pages=16,
+        num_pages=13,
         page_size=4,
         context_len=17,
         evict_quantum=3,
