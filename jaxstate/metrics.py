@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from typing import Protocol
 
 from jaxstate.answer import Answer, Source
 from jaxstate.plan import JobClass
@@ -40,6 +41,16 @@ class ClassFigures:
     longest_s: float = 0.0
 
 
+class Listener(Protocol):
+    """Who is told what is counted, by the thread that counts it; to return at once."""
+
+    def end(self, ticket: Ticket) -> None:
+        """A verb is over."""
+
+    def answer(self, answer: Answer, asked_s: float, first_s: float) -> None:
+        """Somebody got an answer so long after asking, and its first token so long after."""
+
+
 @dataclasses.dataclass(kw_only=True)
 class Metrics:
     """Counters of a service since it started.
@@ -54,6 +65,7 @@ class Metrics:
       busy_s: seconds of all steps.
       compilations: programs that the worker compiled, though its engine should have all it needs;
         None where jax does not tell.
+      listeners: see Listener.
     """
 
     by_class: dict[JobClass, ClassFigures] = dataclasses.field(
@@ -68,6 +80,7 @@ class Metrics:
     )
     busy_s: float = 0.0
     compilations: int | None = None
+    listeners: list[Listener] = dataclasses.field(default_factory=list)
 
     def note_step(self, seconds: float) -> None:
         """Count a step."""
@@ -90,13 +103,26 @@ class Metrics:
             if ticket.job_class is JobClass.ADVANCE:
                 self.entries_paid += 1
             if ticket.job_class is JobClass.QUERY and isinstance(ticket.result, Answer):
-                self.note_answer(ticket.result)
+                asked = ticket.asked or ticket.submitted
+                # Of an evaluation that began before somebody asked, the first token may be there.
+                first_s = max(_first(ticket) - asked, 0.0)
+                self.note_answer(ticket.result, ticket.ended - asked, first_s)
+        for listener in self.listeners:
+            listener.end(ticket)
 
-    def note_answer(self, answer: Answer) -> None:
-        """Count an answer to a query, computed or looked up."""
+    def note_answer(self, answer: Answer, asked_s: float, first_s: float) -> None:
+        """Count an answer to a query, computed or looked up, see Listener.answer."""
         self.answers[answer.source] += 1
         self.entries_used += answer.source is Source.RESUMED
         self.stale_answers += answer.source is Source.FLASH and answer.age > 0
+        for listener in self.listeners:
+            listener.answer(answer, asked_s, first_s)
+
+
+def _first(ticket: Ticket) -> float:
+    """When a verb that is done had its first output; what was paid for has it at the end."""
+    assert ticket.ended is not None
+    return ticket.ended if ticket.first_output is None else ticket.first_output
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,7 @@ class Ticket:
       job_id: its id; later ones are larger.
       job_class, session, deadline: see plan.Job.
       submitted: seconds on the caller's clock; of one that was promoted, when that was.
+      asked: when its caller called, on the same clock; 0 = nobody waits for it.
       state: see State.
       tokens: drawn so far.
       result: what the verb returned, once DONE.
@@ -60,6 +61,7 @@ class Ticket:
     session: str
     deadline: float
     submitted: float
+    asked: float = 0.0
     state: State = State.WAITING
     tokens: list[Token] = dataclasses.field(default_factory=list)
     result: Any = None
@@ -121,6 +123,13 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Verbs that are not over."""
         return len(self._running)
+
+    @property
+    def running(self) -> collections.Counter[JobClass]:
+        """Verbs of each class that have begun and are not over."""
+        return collections.Counter(
+            one.ticket.job_class for one in self._running.values() if one.steps is not None
+        )
 
     def submit(
         self,

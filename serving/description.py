@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxstate.engine import Engine
-from jaxstate.metrics import ClassFigures, Metrics
+from jaxstate.flash import FlashQuery
+from jaxstate.metrics import Cells, ClassFigures, Metrics
 from jaxstate.plan import JobClass
 from jaxstate.session import Session, WhenFull
 
@@ -21,6 +22,8 @@ class SessionInfo:
     Attributes:
       context_len, frozen_len, evicted, cached_tokens: in tokens.
       num_flash: registered questions.
+      lag_tokens, lag_s: of durable verbs that are not done, and since when the oldest was asked
+        for; 0 if all are.
     """
 
     session_id: str
@@ -33,16 +36,39 @@ class SessionInfo:
     cached_tokens: int
     rebuilt: bool
     num_flash: int
+    lag_tokens: int
+    lag_s: float
 
     @classmethod
-    def of(cls, session: Session, num_flash: int) -> SessionInfo:
+    def of(
+        cls, session: Session, *, num_flash: int, lag_tokens: int, lag_s: float
+    ) -> SessionInfo:
         """Copy what does not change any more from a session's record."""
         return cls(
             session_id=session.session_id, tenant=session.tenant, version=session.version,
             context_len=session.context_len, frozen_len=session.frozen_len,
             evicted=session.evicted, when_full=session.when_full,
             cached_tokens=session.cached_tokens, rebuilt=session.rebuilt, num_flash=num_flash,
+            lag_tokens=lag_tokens, lag_s=lag_s,
         )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Overview:
+    """A service between two steps.
+
+    Attributes:
+      now: seconds on the service's clock, which is that of FlashQuery.answered_at.
+      sessions: the open ones by id, each with copies of its registered questions.
+      cells: see Cells.
+      waiting, running: verbs of each class that have not begun, and that have.
+    """
+
+    now: float
+    sessions: tuple[tuple[SessionInfo, tuple[FlashQuery, ...]], ...]
+    cells: Cells
+    waiting: Mapping[JobClass, int]
+    running: Mapping[JobClass, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ from jaxstate.scheduler import Scheduler, State, Ticket
 from jaxstate.serving.answer_log import AnswerLog, FreshAnswer
 from jaxstate.serving.append_memory import AppendMemory, Number
 from jaxstate.serving.compilations import Compilations
-from jaxstate.serving.description import ServiceInfo, SessionInfo
+from jaxstate.serving.description import Overview, ServiceInfo, SessionInfo
 from jaxstate.serving.pending import Pending
 from jaxstate.session import WhenFull, common_len
 
@@ -245,7 +245,13 @@ class LocalService:
 
     def _describe(self, session_id: str) -> SessionInfo:
         session = self._engine.session(session_id)
-        return SessionInfo.of(session, len(self._boards[session_id].queries))
+        lagging = {one: n for one, n in self._appending.items() if one.session == session_id}
+        now = self._clock()
+        return SessionInfo.of(
+            session, num_flash=len(self._boards[session_id].queries),
+            lag_tokens=sum(lagging.values()),
+            lag_s=max((now - ticket.asked for ticket in lagging), default=0.0),
+        )  # fmt: skip
 
     def version(self, session_id: str) -> int:
         """Return a session's newest computed version."""
@@ -356,6 +362,7 @@ class LocalService:
         """
         if commit or stop or top_logprobs is not None:
             return self._ask_apart(session_id, question, commit, stop, top_logprobs, **how)
+        asked = self._clock()
         with self._changed:
             board = self._boards.get(session_id)
             query = board.find(question) if board else None
@@ -370,7 +377,8 @@ class LocalService:
                 self._changed.wait_for(lambda: not self._is_coming(session_id, question))
                 answer = self._look_up(session_id, question)
             if answer is not None:
-                self.metrics.note_answer(answer)
+                took = self._clock() - asked
+                self.metrics.note_answer(answer, took, took)
                 return Pending(self._changed, None, answer)
 
         def submit(pending: Pending) -> None:
@@ -595,6 +603,29 @@ class LocalService:
                 raise TimeoutError(f"{self._scheduler.num_waiting} verbs are under way")
             if self._closing:
                 raise self._closed()
+
+    def overview(self) -> Overview:
+        """Say how all of it stands between two steps."""
+
+        def overview() -> Overview:
+            waiting, running = self._scheduler.waiting, self._scheduler.running
+            return Overview(
+                now=self._clock(),
+                sessions=tuple(
+                    (self._describe(name), tuple(map(dataclasses.replace, board.queries)))
+                    for name, board in sorted(self._boards.items())
+                ),
+                cells=count_cells(self._engine.verbs),
+                waiting={one: waiting[one] - running[one] for one in JobClass},
+                running={one: running[one] for one in JobClass},
+            )
+
+        return self._call(overview)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the worker, by whose fault nothing runs any more; None = nothing."""
+        return self._failure
 
     def cells(self) -> Cells:
         """Count cells by owner and tier, between two steps."""
@@ -825,6 +856,8 @@ class LocalService:
 
     def _attach(self, pending: Pending, ticket: Ticket) -> None:
         pending._ticket = ticket
+        if not ticket.asked:
+            ticket.asked = pending.asked
 
         def give_up() -> None:
             evaluation = self._evaluating.get(ticket)

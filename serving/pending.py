@@ -25,7 +25,8 @@ class Pending:
         """Made by LocalService; without a ticket it is done and has this result.
 
         Args:
-          asked: when the verb was called, seconds on the service's clock; deadlines count from it.
+          asked: when the verb was called, seconds on the service's clock, from which deadlines count; 0 =
+            by nobody.
         """
         self.asked = asked
         self._changed = changed

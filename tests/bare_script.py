@@ -22,6 +22,7 @@ IMPORTED_AS = {
     "grpcio-health-checking": "grpc_health",
     "grpcio-reflection": "grpc_reflection",
     "grpcio-status": "grpc_status",
+    "prometheus-client": "prometheus_client",
 }
 # Interpreted kernels compile in a third of the time; 0.11 does not know the second flag any more.
 XLA_FLAGS = "--xla_backend_optimization_level=0"
