@@ -29,9 +29,12 @@ from jaxstate.serving import (
     demo_questions,
     local_model,
     market,
+    serve_command,
 )
 from jaxstate.serving import doctor as doctor_command
 from jaxstate.serving import render as render_command
+from jaxstate.serving.grpc_server import ServerConfig
+from jaxstate.serving.serve_sizes import Sizes
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -144,6 +147,68 @@ def demo_questions_command(
         rows=rows, versions=versions, risk=risk, every_s=every_s, as_json=as_json,
         cache_dir=cache, out=Console(), log=_log(),
     )
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="Name, GGUF file or Hugging Face directory.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="For gRPC; 0 = any that is free.")
+    ] = 50051,
+    metrics_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="For the page and /metrics; 0 = any.")
+    ] = 50052,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            show_default="8192, or the model's",
+            help="Longest context with a question and its answer, in tokens.",
+        ),
+    ] = None,
+    kv_cells: Annotated[
+        int | None,
+        typer.Option(show_default="four contexts", help="Tokens of all contexts in memory."),
+    ] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens of a page of the pool.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    weights: Annotated[
+        str, typer.Option(help="float, stored (as the GGUF file has them), int8 or int4.")
+    ] = "float",
+    prefix_share: Annotated[
+        float, typer.Option(help="Share of the pool that keeps beginnings nobody uses, 0 to 1.")
+    ] = 0.25,
+    host_bytes: Annotated[
+        int, typer.Option(help="Host memory for contexts of sessions that rest.")
+    ] = 0,
+    swap_dir: Annotated[
+        pathlib.Path | None, typer.Option(help="Directory for those that it has no room for.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients and metrics call the model.")
+    ] = None,
+    grace_s: Annotated[
+        float, typer.Option(min=0, help="Seconds that calls have when the server is to end.")
+    ] = 30.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Let other machines in, without authentication.")
+    ] = False,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Serve sessions of a model over gRPC, with a page and metrics beside it."""
+    options = serve_command.ServeOptions(
+        model=model, served_model_name=served_model_name, dtype=dtype,
+        weights=cast(Weights, weights), metrics_port=metrics_port, force=force,
+        server=ServerConfig(host=host, port=port, grace_s=grace_s),
+        sizes=Sizes(
+            max_model_len=max_model_len, kv_cells=kv_cells, page_size=page_size,
+            prefix_share=prefix_share, host_bytes=host_bytes,
+            swap_dir=str(swap_dir) if swap_dir else None,
+        ),
+    )  # fmt: skip
+    cache = _cache(cache_dir)
+    compile_cache.enable(cache / "xla")
+    serve_command.run(options, cache_dir=cache, out=Console(), log=_log())
 
 
 @app.command()

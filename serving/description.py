@@ -40,9 +40,7 @@ class SessionInfo:
     lag_s: float
 
     @classmethod
-    def of(
-        cls, session: Session, *, num_flash: int, lag_tokens: int, lag_s: float
-    ) -> SessionInfo:
+    def of(cls, session: Session, *, num_flash: int, lag_tokens: int, lag_s: float) -> SessionInfo:
         """Copy what does not change any more from a session's record."""
         return cls(
             session_id=session.session_id, tenant=session.tenant, version=session.version,

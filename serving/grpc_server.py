@@ -81,7 +81,8 @@ class GrpcServer:
         Raises:
           RuntimeError: the port is taken, or the host is none of this machine.
         """
-        port = self._server.add_insecure_port(f"{self._config.host}:{self._config.port}")
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        port = self._server.add_insecure_port(f"{host}:{self._config.port}")
         await self._set_health(_Status.NOT_SERVING)
         await self._server.start()
         logger.info("bound %s:%d", self._config.host, port)

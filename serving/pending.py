@@ -25,8 +25,8 @@ class Pending:
         """Made by LocalService; without a ticket it is done and has this result.
 
         Args:
-          asked: when the verb was called, seconds on the service's clock, from which deadlines count; 0 =
-            by nobody.
+          asked: when the verb was called, seconds on the service's clock; deadlines count from it;
+            0 = nobody called.
         """
         self.asked = asked
         self._changed = changed

@@ -1,7 +1,7 @@
 """A service's figures for Prometheus, under the names that operators of vLLM know.
 
 exporter = Exporter(service, "smollm2-135m")     # listens from now on
-body, content_type = exporter.exposition(accept_header)
+body = exporter.exposition()                       # of CONTENT_TYPE
 
 What vLLM calls a request is here a query or a prompt that somebody waits for: appends, evaluations
 of registered questions and what is paid ahead are told by class, in metrics of their own. Figures
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import prometheus_client
-from prometheus_client import exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -28,6 +27,7 @@ from jaxstate.serving.local_service import LocalService
 SECONDS = tuple(
     round(digit * 10.0**power, 9) for power in range(-5, 3) for digit in (1, 2, 5)
 )  # from a dictionary's look-up to minutes of prefill
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 VERSIONS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 _ENDS = tuple(state for state in State if state not in (State.WAITING, State.RUNNING))
@@ -55,7 +55,7 @@ class Exporter(Collector):
             "append_lag_seconds", "From an append's call to when answers see it.", SECONDS
         )
         self._age = self._histogram(
-            "answer_age_versions", "Versions that looked-up and gated answers were behind.", VERSIONS
+            "answer_age_versions", "Versions that answers at hand were behind.", VERSIONS
         )
         self._requests = self._counter(
             "request_success", "Answers, by why and where from.", "finished_reason", "source"
@@ -77,16 +77,16 @@ class Exporter(Collector):
         """Count no more."""
         self._service.metrics.listeners.remove(self)
 
-    def exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """Return all metrics and their content type, between two steps of the service.
+    def exposition(self) -> bytes:
+        """Return all metrics as they are between two steps of the service.
 
-        Args:
-          accept: the header of the scraper's request; "" = Prometheus's own text format.
+        Always in Prometheus's own text format, whatever a scraper likes better: in OpenMetrics the
+        library turns the colon into an underscore, and dashboards would not find the names.
+
         Raises:
           ClosedError: the service is closed.
         """
-        encode, content_type = exposition.choose_encoder(accept)
-        return encode(self._registry), content_type
+        return prometheus_client.generate_latest(self._registry)
 
     # What happens, from the thread in which it does, see metrics.Listener
 
@@ -126,11 +126,11 @@ class Exporter(Collector):
     def _standing(self, overview: Overview) -> Iterator[GaugeMetricFamily]:
         cells = overview.cells
         resident = {
-            ("device", "sessions"): cells.sessions,
-            ("device", "prefixes"): cells.prefixes,
-            ("device", "tails"): cells.tails,
-            ("host", "sessions"): cells.host,
-            ("disk", "sessions"): cells.disk,
+            ("sessions", "device"): cells.sessions,
+            ("prefixes", "device"): cells.prefixes,
+            ("tails", "device"): cells.tails,
+            ("sessions", "host"): cells.host,
+            ("sessions", "disk"): cells.disk,
         }
         used = cells.sessions + cells.prefixes + cells.tails
         sessions = [info for info, _ in overview.sessions]
@@ -165,7 +165,7 @@ class Exporter(Collector):
         )  # fmt: skip
         yield self._gauge(
             "resident_cells", "Cells by where they are and whose, in whole pages.", resident,
-            "tier", "owner",
+            "owner", "tier",
         )  # fmt: skip
         yield self._gauge("free_cells", "Cells of the pool that are nobody's.", {(): cells.free})
         yield self._gauge("sessions", "Open sessions.", {(): len(sessions)})
@@ -178,7 +178,7 @@ class Exporter(Collector):
             {(): sum(info.lag_tokens for info in sessions)},
         )  # fmt: skip
         yield self._gauge(
-            "append_pending_seconds", "Since when the oldest of these was sent; 0 if there is none.",
+            "append_pending_seconds", "For how long the oldest of these has waited, or 0.",
             {(): max((info.lag_s for info in sessions), default=0.0)},
         )  # fmt: skip
         yield self._gauge(

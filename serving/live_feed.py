@@ -1,0 +1,84 @@
+"""The newest overview of a service for many who watch it, at the price of one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from jaxstate.errors import ClosedError
+from jaxstate.serving.description import Overview
+from jaxstate.serving.local_service import LocalService
+
+LEAST_S = 0.5  # between two overviews
+MOST_S = 5.0  # without a change; what is written then finds viewers that have gone
+
+
+class Feed:
+    """Asks a service for overviews while somebody watches, behind its steps."""
+
+    def __init__(self, service: LocalService):
+        """Listen; nothing is asked for yet."""
+        self._service = service
+        self._news = threading.Event()
+        self._changed = threading.Condition()
+        self._viewers = 0
+        self._count = 0  # overviews so far
+        self._newest: Overview | None = None
+        self._closed = False
+        self._unlisten = service.listen(self._news.set)
+        self._thread = threading.Thread(target=self._run, name="jaxstate-feed", daemon=True)
+        self._thread.start()
+
+    def overviews(self) -> Iterator[Overview]:
+        """Yield one at once and then behind changes; ends when feed or service are closed."""
+        with self._changed:
+            self._viewers += 1
+            wanted = self._count + 1
+            self._news.set()
+            self._changed.notify_all()
+        try:
+            while (found := self._wait_for(wanted)) is not None:
+                wanted, overview = found[0] + 1, found[1]
+                yield overview
+        finally:
+            with self._changed:
+                self._viewers -= 1
+
+    def _wait_for(self, number: int) -> tuple[int, Overview] | None:
+        """Return the newest overview and its number when that is there; None = none will be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._count >= number)
+            if self._closed or self._newest is None:
+                return None
+            return self._count, self._newest
+
+    def close(self) -> None:
+        """End what is being watched."""
+        self._unlisten()
+        self._end()
+        self._thread.join()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._news.set()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._viewers)
+            self._news.wait(MOST_S)
+            self._news.clear()
+            if self._closed:
+                return
+            try:
+                overview = self._service.overview()
+            except ClosedError:
+                self._end()
+                return
+            with self._changed:
+                self._newest = overview
+                self._count += 1
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._closed, LEAST_S)

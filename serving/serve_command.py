@@ -1,0 +1,162 @@
+"""`jaxstate serve`: a gRPC server, and a page and metrics beside it, from start to drain.
+
+Ports are bound before anything else, so that a mistake shows at once and whoever asks meanwhile is
+told to come again. The first SIGTERM or SIGINT lets calls that are under way end, a second one ends
+the process as if nobody had listened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import pathlib
+import signal
+
+from rich.console import Console
+
+from jaxstate.engine import Engine
+from jaxstate.models import loading
+from jaxstate.models.config import DtypePolicy
+from jaxstate.models.quantized import Weights
+from jaxstate.serving import local_model, ports, serve_sizes, terminal
+from jaxstate.serving.grpc_server import GrpcServer, ServerConfig
+from jaxstate.serving.live_page import LivePage
+from jaxstate.serving.local_service import LocalService
+from jaxstate.serving.rpc_calls import Served
+from jaxstate.serving.serve_sizes import Sizes
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What `serve` was told on the command line.
+
+    Attributes:
+      model: name or path.
+      served_model_name: what clients and metrics call it; None = as the files are called.
+      dtype, weights: see loading.load.
+      sizes: see Sizes.
+      server: where to serve.
+      metrics_port: of page and metrics, on the same host; 0 = any that is free.
+      force: let other machines in, though nobody has to say who he is.
+    """
+
+    model: str
+    served_model_name: str | None
+    dtype: str
+    weights: Weights
+    sizes: Sizes
+    server: ServerConfig
+    metrics_port: int
+    force: bool = False
+
+    def __post_init__(self):
+        """Refuse what would let others in unasked."""
+        host = self.server.host
+        if not self.force and not ports.is_loopback(host):
+            raise ValueError(
+                f"host: expected an address of the loopback, such as 127.0.0.1, got {host}: "
+                "whoever reaches the server may use it and read all sessions; take --force if "
+                "nobody else does"
+            )
+
+
+def run(options: ServeOptions, *, cache_dir: pathlib.Path, out: Console, log: Console) -> None:
+    """Serve until a signal comes; the one line on `out` says that clients may come.
+
+    Raises:
+      PortTakenError, ValueError, CapacityError, RuntimeError: the message says what is wrong.
+    """
+    asyncio.run(_run(options, cache_dir, out, log))
+
+
+async def _run(options: ServeOptions, cache_dir: pathlib.Path, out: Console, log: Console) -> None:
+    host = options.server.host
+    ports.check_free(host, options.server.port, "port")
+    server = GrpcServer(options.server)
+    page = LivePage(host=host, port=options.metrics_port)
+    served = None
+    try:
+        port = await server.start()
+        stop = _stop_on_signals(log, options.server.grace_s)
+        loading = asyncio.create_task(asyncio.to_thread(_load, options, cache_dir, log))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            terminal.say(log, "ended before the model was loaded")
+            os._exit(0)  # a compilation cannot be interrupted, and nobody needs what it makes
+        served = loading.result()
+        _stop_on_failure(served.service, stop)
+        await server.open(served)
+        page.open(served.service, served.name)
+        terminal.say(
+            out,
+            f"ready: {served.name} on {_address(host, port)}, page and metrics on "
+            f"http://{_address(host, page.port)}/",
+        )
+        await stopping
+        page.drain()
+    finally:
+        await server.stop()
+        await asyncio.to_thread(page.close)
+        if served is not None:
+            await asyncio.to_thread(served.service.close)
+    if served.service.failure is not None:
+        raise RuntimeError(f"the worker ended: {served.service.failure!r}")
+    terminal.say(log, "drained")
+
+
+def _load(options: ServeOptions, cache_dir: pathlib.Path, log: Console) -> Served:
+    """Go from a name to a running service, saying what it takes before it is taken."""
+    path = local_model.path_of(options.model, cache_dir, log)
+    model = loading.read_config(path, DtypePolicy.named(options.dtype))
+    config = options.sizes.engine_config(model)
+    terminal.say(log, serve_sizes.memory(model, config, is_float=options.weights == "float"))
+    loaded = local_model.load(
+        options.model, dtype=options.dtype, weights=options.weights, cache_dir=cache_dir,
+        console=log,
+    ).loaded  # fmt: skip
+    with terminal.CompileProgress(log) as compiling:
+        engine = Engine(
+            loaded.params, loaded.config, config, tokenizer=loaded.tokenizer, progress=compiling
+        )
+    return Served(
+        service=LocalService(engine), tokenizer=loaded.tokenizer,
+        name=options.served_model_name or loaded.name,
+    )  # fmt: skip
+
+
+def _stop_on_signals(log: Console, grace_s: float) -> asyncio.Event:
+    """Return what the first signal sets; the second one does what it does by default."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        for one in _SIGNALS:
+            loop.remove_signal_handler(one)
+            signal.signal(one, signal.SIG_DFL)
+        terminal.say(
+            log, f"draining: calls under way have {grace_s:g} s; a second signal ends them at once"
+        )
+        stop.set()
+
+    for one in _SIGNALS:
+        loop.add_signal_handler(one, on_signal)
+    return stop
+
+
+def _stop_on_failure(service: LocalService, stop: asyncio.Event) -> None:
+    """Have the end of the worker, which nobody asked for, end the server."""
+    loop = asyncio.get_running_loop()
+
+    def look() -> None:
+        if service.failure is not None:
+            loop.call_soon_threadsafe(stop.set)
+
+    service.listen(look)
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
