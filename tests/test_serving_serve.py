@@ -104,7 +104,7 @@ def test_a_taken_port_names_the_process_before_anything_is_loaded(running, tmp_p
     [
         (
             ("--host", "0.0.0.0"),
-            "host: expected an address of the loopback.*, got 0.0.0.0.*--force",
+            "host: expected an address of the loopback.*got 0.0.0.0.*--force",
         ),
         (("--host", "::"), "host: expected an address of the loopback"),
         (("--host", "example.org"), "host: expected an address of the loopback"),
