@@ -9,32 +9,31 @@ from jaxstate.errors import ClosedError
 from jaxstate.serving.description import Overview
 from jaxstate.serving.local_service import LocalService
 
-LEAST_S = 0.5  # between two overviews
-MOST_S = 5.0  # without a change; what is written then finds viewers that have gone
+EVERY_S = 0.5
 
 
 class Feed:
-    """Asks a service for overviews while somebody watches, behind its steps."""
+    """Asks a service for an overview twice a second, while somebody watches.
+
+    Not behind its changes: an overview is a command, behind which a service tells of a change.
+    """
 
     def __init__(self, service: LocalService):
-        """Listen; nothing is asked for yet."""
+        """Ask for nothing yet."""
         self._service = service
-        self._news = threading.Event()
         self._changed = threading.Condition()
         self._viewers = 0
         self._count = 0  # overviews so far
         self._newest: Overview | None = None
         self._closed = False
-        self._unlisten = service.listen(self._news.set)
         self._thread = threading.Thread(target=self._run, name="jaxstate-feed", daemon=True)
         self._thread.start()
 
     def overviews(self) -> Iterator[Overview]:
-        """Yield one at once and then behind changes; ends when feed or service are closed."""
+        """Yield one after another; ends when the feed or the service is closed."""
         with self._changed:
             self._viewers += 1
             wanted = self._count + 1
-            self._news.set()
             self._changed.notify_all()
         try:
             while (found := self._wait_for(wanted)) is not None:
@@ -44,6 +43,11 @@ class Feed:
             with self._changed:
                 self._viewers -= 1
 
+    def close(self) -> None:
+        """End what is being watched."""
+        self._end()
+        self._thread.join()
+
     def _wait_for(self, number: int) -> tuple[int, Overview] | None:
         """Return the newest overview and its number when that is there; None = none will be."""
         with self._changed:
@@ -52,26 +56,18 @@ class Feed:
                 return None
             return self._count, self._newest
 
-    def close(self) -> None:
-        """End what is being watched."""
-        self._unlisten()
-        self._end()
-        self._thread.join()
-
     def _end(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._news.set()
 
     def _run(self) -> None:
         while True:
             with self._changed:
+                self._changed.wait_for(lambda: self._closed, EVERY_S if self._count else 0)
                 self._changed.wait_for(lambda: self._closed or self._viewers)
-            self._news.wait(MOST_S)
-            self._news.clear()
-            if self._closed:
-                return
+                if self._closed:
+                    return
             try:
                 overview = self._service.overview()
             except ClosedError:
@@ -81,4 +77,3 @@ class Feed:
                 self._newest = overview
                 self._count += 1
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._closed, LEAST_S)

@@ -7,12 +7,11 @@ import ipaddress
 import pathlib
 import socket
 
-_LISTENS = "0A"  # a socket's state in /proc/net/tcp
 _LONGEST = 80  # characters of a command
 
 
 class PortTakenError(RuntimeError):
-    """Somebody else listens there."""
+    """Somebody else has it."""
 
 
 def is_loopback(host: str) -> bool:
@@ -26,12 +25,12 @@ def is_loopback(host: str) -> bool:
 
 
 def check_free(host: str, port: int, option: str) -> None:
-    """See that nobody listens on a port.
+    """See that one can listen on a port.
 
     Args:
       option: what sets the port, for the message.
     Raises:
-      PortTakenError: somebody does; the message names the process.
+      PortTakenError: somebody else has it; the message names the process.
       OSError: the host is none of this machine's.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -43,8 +42,8 @@ def check_free(host: str, port: int, option: str) -> None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise PortTakenError(
-                    f"{option}: expected a free port of {host}, got {port}, on which "
-                    f"{holder(port)} listens; end it or choose another port"
+                    f"{option}: expected a free port of {host}, got {port}, which "
+                    f"{holder(port)} has; end it or choose another port"
                 ) from error
             raise OSError(
                 error.errno, f"host: expected an address of this machine, got {host}"
@@ -52,19 +51,19 @@ def check_free(host: str, port: int, option: str) -> None:
 
 
 def holder(port: int) -> str:
-    """Name the process that listens on a TCP port, as far as Linux lets this user see it."""
-    sockets = {f"socket:[{inode}]" for inode in _listening(port)}
+    """Name the process that has a TCP port, as far as Linux lets this user see it."""
+    sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
     for process in pathlib.Path("/proc").glob("[0-9]*") if sockets else ():
         try:
             if any(str(file.readlink()) in sockets for file in (process / "fd").iterdir()):
                 return f"process {process.name} ({_command(process)})"
         except OSError:
             continue  # of another user, or gone meanwhile
-    return "another process, of another user or not to be seen,"
+    return "a process that cannot be seen from here"
 
 
-def _listening(port: int) -> set[str]:
-    """Inodes of the sockets that listen on a port."""
+def _inodes(port: int) -> set[str]:
+    """Inodes of the sockets on a port, those of connections too: they can be what is in the way."""
     found = set()
     for name in ("tcp", "tcp6"):
         try:
@@ -73,7 +72,7 @@ def _listening(port: int) -> set[str]:
             continue  # not Linux, or without IPv6
         for line in lines[1:]:
             fields = line.split()
-            if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
+            if int(fields[1].rpartition(":")[2], 16) == port:
                 found.add(fields[9])
     return found
 

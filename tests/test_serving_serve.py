@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -94,7 +95,7 @@ def test_a_taken_port_names_the_process_before_anything_is_loaded(running, tmp_p
             assert second.process.wait(WAIT_S) == 1
         (said,) = (tmp_path / "log").read_text().splitlines()
         assert said.startswith(
-            f"jaxstate: {option[2:]}: expected a free port of 127.0.0.1, got {port}, on which "
+            f"jaxstate: {option[2:]}: expected a free port of 127.0.0.1, got {port}, which "
             f"process {running.process.pid} ({sys.executable} -c import sys"
         )
 
@@ -158,6 +159,17 @@ def test_a_listening_socket_is_found_by_its_port_and_a_closed_one_is_not(tmp_pat
     ports.check_free("127.0.0.1", port, "port")
     with pytest.raises(OSError, match="host: expected an address of this machine, got 192.0.2.1"):
         ports.check_free("192.0.2.1", port, "port")
+
+
+def test_connections_that_linger_do_not_keep_a_server_from_coming_back():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            listener.accept()[0].close()  # who closes first keeps the port for a while
+            assert client.recv(1) == b""
+    with socket.socket() as plain, pytest.raises(OSError, match="in use"):
+        plain.bind(("127.0.0.1", port))
+    ports.check_free("127.0.0.1", port, "port")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
