@@ -23,7 +23,8 @@ from prometheus_client import parser
 from jaxstate.models import loading
 from jaxstate.models.config import DtypePolicy
 from jaxstate.serving import jaxstate_pb2 as pb
-from jaxstate.serving import machine, ports, serve_sizes
+from jaxstate.serving import machine, ports, serve_command, serve_sizes
+from jaxstate.serving.local_service import LocalService
 from jaxstate.serving.serve_sizes import Sizes
 
 WAIT_S = served.WAIT_S
@@ -257,6 +258,26 @@ def test_a_signal_lets_calls_end_and_refuses_new_ones(directory, model):
         assert serving.process.wait(WAIT_S) == 0
         assert serving.log.read_text().endswith("\ndrained\n")
         assert serving.process.stdout is not None and serving.process.stdout.read() == ""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_fails_ends_the_server_with_status_1(capsys, directory, model, monkeypatch):
+    class Failing(LocalService):
+        def listen(self, callback):
+            if self._listeners:  # all have been told of the service
+                with self._changed:
+                    self._enqueue(lambda: 1 // 0)
+            return super().listen(callback)
+
+    monkeypatch.setattr(serve_command, "LocalService", Failing)
+    with command_line.kept_jax_settings():
+        result = command_line.run(
+            capsys, "serve", model, *served.SMALL, "--port", 0, "--metrics-port", 0,
+            "--cache-dir", directory,
+        )  # fmt: skip
+    assert result.status == 1
+    assert result.err.splitlines()[-1].startswith("jaxstate: the worker ended: ZeroDivisionError")
+    assert "drained" not in result.err
 
 
 def test_a_second_signal_ends_it_at_once(directory, model):
