@@ -83,6 +83,7 @@ class Page:
         )  # fmt: skip
         self.scheme(scheme)
         self.call("Page.navigate", url=url)
+        self.wait_for("document.readyState == 'complete'")
 
     def scheme(self, scheme: str) -> None:
         """Prefer light or dark."""
