@@ -81,13 +81,13 @@ async def _run(options: ServeOptions, cache_dir: pathlib.Path, out: Console, log
     try:
         port = await server.start()
         stop = _stop_on_signals(log, options.server.grace_s)
-        loading = asyncio.create_task(asyncio.to_thread(_load, options, cache_dir, log))
+        load = asyncio.create_task(asyncio.to_thread(_load, options, cache_dir, log))
         stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not loading.done():
+        await asyncio.wait({load, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not load.done():
             terminal.say(log, "ended before the model was loaded")
             os._exit(0)  # a compilation cannot be interrupted, and nobody needs what it makes
-        served = loading.result()
+        served = load.result()
         _stop_on_failure(served.service, stop)
         await server.open(served)
         page.open(served.service, served.name)
