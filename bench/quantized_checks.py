@@ -28,6 +28,7 @@ from jaxstate.engine import Engine
 from jaxstate.kernels_pallas import dispatch
 from jaxstate.models import loading, plain_forward, quantized, sources
 from jaxstate.models.loaded_model import LoadedModel
+from jaxstate.models.products import Products
 from jaxstate.state import StepShape
 
 PREFILL = "prefill_tokens_per_s"
@@ -79,9 +80,9 @@ def _num_bytes(model: LoadedModel) -> int:
 def _logprobs(model: LoadedModel, encoded: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Return natural log-probabilities after every token of every text, in float64."""
     longest = max(map(len, encoded))
-    product = _product(model)
+    products = _products(model)
     compiled = jax.jit(
-        lambda params, ids: plain_forward.logits(params, model.config, ids, product=product)
+        lambda params, ids: plain_forward.logits(params, model.config, ids, products=products)
     )
     found = []
     for ids in encoded:
@@ -93,11 +94,11 @@ def _logprobs(model: LoadedModel, encoded: Sequence[Sequence[int]]) -> list[np.n
     return found
 
 
-def _product(model: LoadedModel) -> quantized.Product:
+def _products(model: LoadedModel) -> Products:
     chosen = dispatch.choose(
         "auto", model.config.head_dim, model.config.dtypes.cache_dtype, _kernel_cache()
     )
-    return dispatch.product(chosen) or quantized.plain_product
+    return Products(quantized=dispatch.product(chosen) or quantized.plain_product)
 
 
 def _kernel_cache() -> pathlib.Path:

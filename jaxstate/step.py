@@ -15,7 +15,7 @@ from jaxstate.kernels_pallas.rope import angles_at, turn
 from jaxstate.models import decoder, quantized
 from jaxstate.models.config import LayerConfig, ModelConfig
 from jaxstate.models.params import Params
-from jaxstate.models.quantized import Product
+from jaxstate.models.products import Products
 from jaxstate.models.rope import RopeConfig
 from jaxstate.models.sharding import Sharding
 from jaxstate.state import PAGE_AXES, LayerPages, Outputs, Pool, Rows, StepShape
@@ -118,16 +118,24 @@ def step(
             function = _on_every_device(function, sharding)
         return function(q, k, v, pages, rows, tails[layer.window], ropes[layer.rope])
 
-    product = dispatch.product(implementation) or quantized.plain_product
-    hidden, pool = decoder.forward(params, config, rows.token_ids, attend, pool, product)
+    products = _products(implementation, sharding)
+    hidden, pool = decoder.forward(params, config, rows.token_ids, attend, pool, products)
     if not logits:
         matrix = decoder.output_matrix(params, config)
         return pool, _scanned(implementation, hidden, matrix, rows, allowed_bits)
-    computed = _logits(params, config, hidden, rows, product)
+    computed = _logits(params, config, hidden, rows, products)
     # Several devices have no kernel: XLA divides the scan among them as it divides the matrix.
     scan = functools.partial(dispatch.gate_scan, "xla" if sharding else implementation)
     summary = scan(computed, allowed_bits, rows.allowed_idx)
     return pool, Outputs(summary=summary, logits=computed)
+
+
+def _products(implementation: str, sharding: Sharding | None) -> Products:
+    """Kernels for products; XLA divides only its own products of floats among devices."""
+    return Products(
+        quantized=dispatch.product(implementation) or quantized.plain_product,
+        few_rows=None if sharding else dispatch.few_rows(implementation),
+    )
 
 
 def _on_every_device(mix, sharding: Sharding):
@@ -166,7 +174,7 @@ def _scanned(implementation: str, hidden, matrix, rows: Rows, allowed_bits) -> O
     return Outputs(summary=summary, hidden=wanted)
 
 
-def _logits(params, config: ModelConfig, hidden, rows: Rows, product: Product) -> jax.Array:
+def _logits(params, config: ModelConfig, hidden, rows: Rows, products: Products) -> jax.Array:
     """Logits of the wanted rows; no vocabulary work when none is wanted."""
     wanted = hidden[rows.output_tokens]  # [rows, hidden_size]
     num_rows, vocab = wanted.shape[0], config.vocab_size
@@ -176,11 +184,11 @@ def _logits(params, config: ModelConfig, hidden, rows: Rows, product: Product) -
 
     def first(wanted):
         # One row reads the output matrix at memory speed, which a padded product does not.
-        one = decoder.logits(params, config, wanted[:1], product)
+        one = decoder.logits(params, config, wanted[:1], products)
         return jnp.zeros((num_rows, vocab), one.dtype).at[:1].set(one)
 
     def every(wanted):
-        return decoder.logits(params, config, wanted, product)
+        return decoder.logits(params, config, wanted, products)
 
     branches = [none, first] if num_rows == 1 else [none, first, every]
     return jax.lax.switch(jnp.minimum(rows.num_outputs, len(branches) - 1), branches, wanted)

@@ -22,6 +22,7 @@ from jaxstate.kernels_pallas import (
     kv_write_gpu,
     kv_write_tpu,
     kv_write_xla,
+    matmul_few_rows_cpu,
     matmul_quantized_cpu,
 )
 from jaxstate.kernels_pallas.gate_scan_xla import GateSummary
@@ -126,6 +127,7 @@ def _build_for_cpu(cache_dir: pathlib.Path) -> None:
     """Build every kernel of "cpu"."""
     attention_cpu.build(cache_dir)
     matmul_quantized_cpu.build(cache_dir)
+    matmul_few_rows_cpu.build(cache_dir)
 
 
 def stretch_cells(implementation: str, num_cells: int) -> tuple[int, ...]:
@@ -266,6 +268,14 @@ Product = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Arra
 def product(implementation: str) -> Product | None:
     """Return a kernel for products with quantized matrices, None where plain XLA is to do them."""
     return matmul_quantized_cpu.product if implementation == "cpu" else None
+
+
+def few_rows(implementation: str) -> Callable[..., jax.Array | None] | None:
+    """Return a kernel for products of few rows, None where plain XLA is to do all of them.
+
+    few_rows(x, matrix, outputs_first=...) -> [rows, outputs] f32 or None, see matmul_few_rows_cpu.
+    """
+    return matmul_few_rows_cpu.product if implementation == "cpu" else None
 
 
 @functools.cache

@@ -6,13 +6,11 @@
 // stays in the first caches, and all rows are multiplied by it.
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <memory>
-#include <thread>
 #include <vector>
 
+#include "threads.h"
 #include "vectors.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -167,33 +165,10 @@ void Run(const Problem& p, int64_t row, int64_t last, int64_t begin, int64_t end
   ManyRows<kNibbles, kOffsets>(p, row, last, begin, end);
 }
 
-// What threads share; outlives the call in the hands of a thread that came too late.
-struct Job {
-  Problem problem;
-  void (*run)(const Problem&, int64_t, int64_t, int64_t, int64_t);
-  int64_t block_rows, block_outputs, blocks_of_outputs, num_tasks;
-  std::atomic<int64_t> next{0};
-  std::atomic<int64_t> done{0};
-
-  void Work() {
-    const Problem& p = problem;
-    for (int64_t i = next.fetch_add(1); i < num_tasks; i = next.fetch_add(1)) {
-      const int64_t row = i / blocks_of_outputs * block_rows;
-      const int64_t begin = i % blocks_of_outputs * block_outputs;
-      run(p, row, std::min(row + block_rows, p.rows), begin,
-          std::min(begin + block_outputs, p.outputs));
-      done.fetch_add(1, std::memory_order_release);
-    }
-  }
-};
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes,
                     ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> offsets,
                     ffi::Result<ffi::Buffer<ffi::F32>> y) {
-  auto job = std::make_shared<Job>();
-  Problem& p = job->problem;
+  Problem p;
   p.rows = x.dimensions()[0];
   p.inputs = x.dimensions()[1];
   p.outputs = codes.dimensions()[0];
@@ -207,21 +182,19 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
   if (p.group % (nibbles ? 2 * kLanes : kLanes))
     return ffi::Error::InvalidArgument("group: expected a multiple of 16, of 32 for nibbles");
   if (nibbles && !p.offsets) return ffi::Error::InvalidArgument("nibbles: expected offsets");
-  job->run = nibbles ? Run<true, true> : p.offsets ? Run<false, true> : Run<false, false>;
+  const auto run = nibbles ? Run<true, true> : p.offsets ? Run<false, true> : Run<false, false>;
 
-  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
   const int64_t bytes = p.outputs * p.inputs / (nibbles ? 2 : 1);
   const int64_t most = std::max<int64_t>(bytes * std::min<int64_t>(p.rows, 64) / kTaskBytes, 1);
-  const int64_t tasks = std::min(most, 4 * threads);
-  job->block_outputs = CeilDiv(CeilDiv(p.outputs, tasks), kOutputs) * kOutputs;
-  job->blocks_of_outputs = CeilDiv(p.outputs, job->block_outputs);
+  const int64_t tasks = std::min(most, 4 * NumThreads(pool));
+  const int64_t outputs = CeilDiv(CeilDiv(p.outputs, tasks), kOutputs) * kOutputs;
+  const int64_t blocks = CeilDiv(p.outputs, outputs);
   const int64_t fitting = std::max<int64_t>(kBlockBytes / (4 * p.inputs), 16) / kRows * kRows;
-  job->block_rows = std::min(p.rows, fitting);
-  job->num_tasks = job->blocks_of_outputs * CeilDiv(p.rows, job->block_rows);
-  const int64_t helpers = std::min(threads, job->num_tasks) - 1;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([job] { job->Work(); });
-  job->Work();
-  while (job->done.load(std::memory_order_acquire) < job->num_tasks) std::this_thread::yield();
+  const int64_t rows = std::min(p.rows, fitting);
+  ShareTasks(pool, blocks * CeilDiv(p.rows, rows), [=](int64_t task) {
+    const int64_t row = task / blocks * rows, begin = task % blocks * outputs;
+    run(p, row, std::min(row + rows, p.rows), begin, std::min(begin + outputs, p.outputs));
+  });
   return ffi::Error::Success();
 }
 

@@ -13,7 +13,8 @@ from jaxstate.models import experts, quantized
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.layers import add_bias, mlp, project, rms_norm
 from jaxstate.models.params import Params
-from jaxstate.models.quantized import Product, QuantizedMatrix
+from jaxstate.models.products import PLAIN, Products
+from jaxstate.models.quantized import QuantizedMatrix
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 """attend(layer_idx, q, k, v, state) -> (out, state).
@@ -30,7 +31,7 @@ def forward(
     token_ids: jax.Array,
     attend: Attend,
     layer_states,
-    product: Product = quantized.plain_product,
+    products: Products = PLAIN,
 ) -> tuple[jax.Array, tuple]:
     """Run the decoder over a flat list of tokens.
 
@@ -38,7 +39,7 @@ def forward(
       token_ids: [tokens] int32.
       attend: mixes tokens; the only part that knows of positions, caches and masks.
       layer_states: one pytree per layer, handed to `attend` and returned as it left them.
-      product: multiplies by quantized matrices.
+      products: kernels for products; plain XLA unless said otherwise.
     Returns:
       hidden: [tokens, hidden_size], after the final norm.  layer_states: tuple, one per layer.
     """
@@ -55,7 +56,7 @@ def forward(
     new_states = []
     for layer_idx, (layer, state) in enumerate(zip(params["layers"], layer_states, strict=True)):
         with jax.named_scope(f"layer_{layer_idx}"):
-            x, state = _block(layer, config, layer_idx, x, attend, state, product)
+            x, state = _block(layer, config, layer_idx, x, attend, state, products)
         new_states.append(state)
     hidden = rms_norm(x, params["final_norm"], config.rms_norm_eps, config.dtypes)
     return hidden, tuple(new_states)
@@ -68,14 +69,14 @@ def _block(
     x: jax.Array,
     attend: Attend,
     state,
-    product: Product,
+    products: Products,
 ):
     """One block; x is [tokens, hidden_size]."""
     dtypes, eps = config.dtypes, config.rms_norm_eps
     normed = rms_norm(x, layer["attn_norm"], eps, dtypes)
-    q = add_bias(project(normed, layer["wq"], 1, dtypes, product), layer.get("bq"))
-    k = add_bias(project(normed, layer["wk"], 1, dtypes, product), layer.get("bk"))
-    v = add_bias(project(normed, layer["wv"], 1, dtypes, product), layer.get("bv"))
+    q = add_bias(project(normed, layer["wq"], 1, dtypes, products), layer.get("bq"))
+    k = add_bias(project(normed, layer["wk"], 1, dtypes, products), layer.get("bk"))
+    v = add_bias(project(normed, layer["wv"], 1, dtypes, products), layer.get("bv"))
     if config.qk_norm:
         q = rms_norm(q, layer["q_norm"], eps, dtypes)
         k = rms_norm(k, layer["k_norm"], eps, dtypes)
@@ -86,16 +87,16 @@ def _block(
         q = q * jnp.asarray(factors, q.dtype)
     with jax.named_scope("attention"):
         mixed, state = attend(layer_idx, q, k, v, state)
-    mixed = add_bias(project(mixed, layer["wo"], 2, dtypes, product), layer.get("bo"))
+    mixed = add_bias(project(mixed, layer["wo"], 2, dtypes, products), layer.get("bo"))
     if config.post_norms:
         mixed = rms_norm(mixed, layer["post_attn_norm"], eps, dtypes)
     x = x + mixed
     normed = rms_norm(x, layer["mlp_norm"], eps, dtypes)
     with jax.named_scope("mlp"):
         if config.layers[layer_idx].routed:
-            mixed = experts.mix(normed, layer, config, product)
+            mixed = experts.mix(normed, layer, config, products)
         else:
-            mixed = mlp(normed, layer, config, product)
+            mixed = mlp(normed, layer, config, products)
     if config.post_norms:
         mixed = rms_norm(mixed, layer["post_mlp_norm"], eps, dtypes)
     return x + mixed, state
@@ -110,17 +111,8 @@ def logits(
     params: Params,
     config: ModelConfig,
     hidden: jax.Array,
-    product: Product = quantized.plain_product,
+    products: Products = PLAIN,
 ) -> jax.Array:
     """Multiply final hidden states [rows, hidden_size] by the output matrix: [rows, vocab] f32."""
     matrix = output_matrix(params, config)
-    dtypes = config.dtypes
-    if isinstance(matrix, QuantizedMatrix):
-        return quantized.multiply(hidden, matrix, product).astype(dtypes.accum_dtype)
-    return jnp.einsum(
-        "RE,VE->RV",
-        hidden,
-        matrix.astype(dtypes.compute_dtype),
-        precision=dtypes.precision,
-        preferred_element_type=dtypes.accum_dtype,
-    )
+    return products.multiply(hidden, matrix, config.dtypes, outputs_first=True)

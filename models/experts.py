@@ -13,10 +13,11 @@ from jaxstate.models import quantized
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.layers import activate, project
 from jaxstate.models.params import Params
-from jaxstate.models.quantized import Product, QuantizedMatrix
+from jaxstate.models.products import Products
+from jaxstate.models.quantized import QuantizedMatrix
 
 
-def mix(x: jax.Array, layer: Params, config: ModelConfig, product: Product) -> jax.Array:
+def mix(x: jax.Array, layer: Params, config: ModelConfig, products: Products) -> jax.Array:
     """Send tokens through their experts: [tokens, hidden_size] -> the same.
 
     A token's result depends on no other token: products are grouped by expert, not padded to a
@@ -25,7 +26,7 @@ def mix(x: jax.Array, layer: Params, config: ModelConfig, product: Product) -> j
     experts, dtypes = config.experts, config.dtypes
     assert experts is not None  # ModelConfig has checked it
     tokens = x.shape[0]
-    scores = project(x, layer["router"], 1, dtypes, product).astype(dtypes.accum_dtype)
+    scores = project(x, layer["router"], 1, dtypes, products).astype(dtypes.accum_dtype)
     shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), experts.per_token)
     if experts.normalize:
         shares = shares / shares.sum(axis=-1, keepdims=True)

@@ -7,10 +7,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxstate.models import quantized
 from jaxstate.models.config import Activation, DtypePolicy, ModelConfig
 from jaxstate.models.params import Params
-from jaxstate.models.quantized import Product, QuantizedMatrix
+from jaxstate.models.products import Products
+from jaxstate.models.quantized import QuantizedMatrix
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtypes: DtypePolicy) -> jax.Array:
@@ -28,26 +28,19 @@ def project(
     weight: jax.Array | QuantizedMatrix,
     num_inputs: int,
     dtypes: DtypePolicy,
-    product: Product,
+    products: Products,
 ) -> jax.Array:
     """Contract x's last `num_inputs` dimensions with the weight's first ones.
 
     One two-dimensional product whatever the head layout: reshapes of row-major arrays are free,
     and XLA's CPU backend is fastest on a plain matrix product.
-
-    Args:
-      product: multiplies by quantized matrices.
     """
     lead = x.shape[: x.ndim - num_inputs]
     outputs = weight.shape[num_inputs:]
     rows = x.reshape(-1, math.prod(x.shape[x.ndim - num_inputs :]))
-    if isinstance(weight, QuantizedMatrix):
-        result = quantized.multiply(rows, weight, product)
-    else:
-        matrix = weight.reshape(rows.shape[1], math.prod(outputs)).astype(dtypes.compute_dtype)
-        result = jnp.matmul(
-            rows, matrix, precision=dtypes.precision, preferred_element_type=dtypes.accum_dtype
-        )
+    if not isinstance(weight, QuantizedMatrix):
+        weight = weight.reshape(rows.shape[1], math.prod(outputs))
+    result = products.multiply(rows, weight, dtypes, outputs_first=False)
     return result.astype(dtypes.compute_dtype).reshape(*lead, *outputs)
 
 
@@ -64,13 +57,13 @@ def activate(gate: jax.Array, activation: Activation) -> jax.Array:
     return jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)
 
 
-def mlp(x: jax.Array, layer: Params, config: ModelConfig, product: Product) -> jax.Array:
+def mlp(x: jax.Array, layer: Params, config: ModelConfig, products: Products) -> jax.Array:
     """Apply the gated MLP of a layer: [tokens, hidden_size] -> the same."""
     dtypes = config.dtypes
-    gate = add_bias(project(x, layer["w_gate"], 1, dtypes, product), layer.get("b_gate"))
-    up = add_bias(project(x, layer["w_up"], 1, dtypes, product), layer.get("b_up"))
+    gate = add_bias(project(x, layer["w_gate"], 1, dtypes, products), layer.get("b_gate"))
+    up = add_bias(project(x, layer["w_up"], 1, dtypes, products), layer.get("b_up"))
     inner = activate(gate, config.activation) * up
-    return add_bias(project(inner, layer["w_down"], 1, dtypes, product), layer.get("b_down"))
+    return add_bias(project(inner, layer["w_down"], 1, dtypes, products), layer.get("b_down"))
 
 
 def rotate(x: jax.Array, positions: jax.Array, inverse_frequencies: jax.Array) -> jax.Array:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxstate.models import decoder, layers, quantized
+from jaxstate.models import decoder, layers
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.params import Params
+from jaxstate.models.products import PLAIN, Products
 
 
 def logits(
@@ -15,13 +16,13 @@ def logits(
     config: ModelConfig,
     token_ids: jax.Array,
     *,
-    product: quantized.Product = quantized.plain_product,
+    products: Products = PLAIN,
 ) -> jax.Array:
     """Return the logits after every token of one sequence, by plain causal attention.
 
     Args:
       token_ids: [tokens] int32; scores take memory quadratic in their number.
-      product: multiplies by quantized matrices.
+      products: kernels for products.
     Returns:
       [tokens, vocab_size] f32.
     """
@@ -42,5 +43,5 @@ def logits(
         return mixed.astype(v.dtype), state
 
     states = (None,) * config.num_layers
-    hidden, _ = decoder.forward(params, config, token_ids, attend, states, product)
-    return decoder.logits(params, config, hidden, product)
+    hidden, _ = decoder.forward(params, config, token_ids, attend, states, products)
+    return decoder.logits(params, config, hidden, products)
