@@ -15,9 +15,7 @@ from jaxstate.models.quantized import QuantizedMatrix
 class FewRows(Protocol):
     """A kernel for products with matrices of floats."""
 
-    def __call__(
-        self, x: jax.Array, matrix: jax.Array, *, outputs_first: bool
-    ) -> jax.Array | None:
+    def __call__(self, x: jax.Array, matrix: jax.Array, *, outputs_first: bool) -> jax.Array | None:
         """Return [rows, outputs] f32, or None for what XLA multiplies at least as fast."""
         ...
 
