@@ -114,7 +114,7 @@ def soak(model: LoadedModel, size: Size, swap_dir: pathlib.Path, seed: int) -> F
     for figures in service.metrics.by_class.values():
         figures.sojourn_s.clear()
         figures.wait_s.clear()
-    busy = traffic.play(rate, size.seconds, seed + 2 + TRIALS)
+    busy = traffic.play(rate, size.seconds, seed + 2 + TRIALS, keep_busy=size.busy)
     flash = service.metrics.by_class[JobClass.FLASH]
     times = {
         job_class: Times(

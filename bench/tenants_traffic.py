@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import threading
 import time
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ WAIT_S = 600.0
 ROW_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 14, 12, 4
 KINDS, SHARES = ("append", "query", "register"), (0.45, 0.45, 0.1)
 MOST_REGISTERED = 2  # of a session; the oldest goes for a third
+STEER_S = 5.0
 CALLERS = 16  # threads that submit; each has sessions of its own
 
 
@@ -126,11 +128,13 @@ class Traffic:
             self._service.wait_until_idle(WAIT_S)
         return (self._service.metrics.busy_s - before) / count
 
-    def play(self, rate: float, seconds: float, seed: int) -> float:
+    def play(self, rate: float, seconds: float, seed: int, keep_busy: float = 0.0) -> float:
         """Do things at random times, whether or not those before are done.
 
         Args:
           rate: of Poisson arrivals of all tenants together, a second.
+          keep_busy: where given, the rate is set anew every few seconds so that steps run for that
+            share of the time: contexts grow, and verbs on them take longer.
         Returns:
           the share of the time in which steps ran.
         Raises:
@@ -139,6 +143,16 @@ class Traffic:
         callers = min(CALLERS, len(self._tenants))
         before = self._service.metrics.busy_s
         began = time.perf_counter()
+        over = threading.Event()
+
+        def steer() -> None:
+            nonlocal rate
+            at, busy_s = began, before
+            while not over.wait(STEER_S):
+                now, busy_now = time.perf_counter(), self._service.metrics.busy_s
+                share = max((busy_now - busy_s) / (now - at), 0.1)
+                rate *= (keep_busy / share) ** 0.5
+                at, busy_s = now, busy_now
 
         def call(caller: int) -> None:
             rng = np.random.default_rng((seed, caller))
@@ -148,9 +162,16 @@ class Traffic:
                 time.sleep(max(due - time.perf_counter(), 0))
                 self.act(mine[int(rng.integers(len(mine)))], rng, due)
 
-        with concurrent.futures.ThreadPoolExecutor(callers) as pool:
-            for future in [pool.submit(call, caller) for caller in range(callers)]:
-                future.result()
+        with concurrent.futures.ThreadPoolExecutor(callers + 1) as pool:
+            calls = [pool.submit(call, caller) for caller in range(callers)]
+            steering = pool.submit(steer) if keep_busy else None
+            try:
+                for future in calls:
+                    future.result()
+            finally:
+                over.set()
+            if steering:
+                steering.result()
         share = (self._service.metrics.busy_s - before) / (time.perf_counter() - began)
         for one in self.sent:
             one.pending.result(WAIT_S)

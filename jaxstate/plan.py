@@ -75,7 +75,7 @@ class Job:
 AGE_S: Mapping[JobClass, float] = {
     JobClass.QUERY: 1.0,
     JobClass.APPEND: 2.0,
-    JobClass.FLASH: 10.0,
+    JobClass.FLASH: 1.0,
     JobClass.ADVANCE: 60.0,
     JobClass.MAINTENANCE: 300.0,
 }

@@ -49,7 +49,7 @@ from jaxstate.generation import RequestOptions
 from jaxstate.metrics import Cells, Metrics, count_cells
 from jaxstate.models.config import ModelConfig
 from jaxstate.needs import Steps
-from jaxstate.plan import AGE_S, JobClass, Limits
+from jaxstate.plan import JobClass, Limits
 from jaxstate.prepositioning import Entry, Prepositions
 from jaxstate.scheduler import Scheduler, State, Ticket
 from jaxstate.serving.answer_log import AnswerLog, FreshAnswer
@@ -66,6 +66,10 @@ the one that is coming, or take the old one, which says its version."""
 From = Literal["question", "header"]
 """What may answer at a risk: older answers to the question, or also the ready state that a declared
 header leads to, whatever is asked."""
+
+OUTDATED_S = 10.0
+"""Under appends that never pause, an evaluation that has begun is let end once answers have been
+outdated for so long."""
 
 BURST_GAP_S = 0.005
 """An append that is asked for within this time behind the one before makes a burst, which is over
@@ -1031,14 +1035,13 @@ class LocalService:
     def _drop_evaluations(self, session_id: str) -> None:
         """End evaluations of a version that is about to pass, so that a burst is evaluated once.
 
-        Under appends that never pause, one that has begun ends once answers have been outdated for
-        as long as a Flash evaluation may wait.
+        See OUTDATED_S.
         """
         now = self._clock()
         outdated_s = now - self._outdated_since.setdefault(session_id, now)
         unasked = [ticket for ticket, one in self._evaluating.items() if not one.asked]
         for ticket in [one for one in unasked if one.session == session_id]:
-            if ticket.state is State.WAITING or outdated_s < AGE_S[JobClass.FLASH]:
+            if ticket.state is State.WAITING or outdated_s < OUTDATED_S:
                 self._scheduler.cancel(ticket, now)
         for ticket in [one for one in self._advancing if one.session == session_id]:
             self._scheduler.cancel(ticket, now)
