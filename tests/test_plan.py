@@ -160,10 +160,10 @@ def test_what_has_started_is_finished_past_its_deadline():
 
 def test_idle_work_waits_until_nothing_else_does_or_it_is_overdue():
     flash = _job(0, JobClass.FLASH, tokens=50)
-    append = _job(1, JobClass.APPEND, tokens=50, outputs=0, arrived=10.4)
-    assert _pieces(plan([flash, append], LIMITS, 0, now=9.9)) == {1: 32}
-    assert _pieces(plan([flash], LIMITS, 0, now=9.9)) == {0: 32}
-    overdue = plan([flash, append], LIMITS, 0, now=10.5)
+    append = _job(1, JobClass.APPEND, tokens=50, outputs=0, arrived=1.4)
+    assert _pieces(plan([flash, append], LIMITS, 0, now=0.9)) == {1: 32}
+    assert _pieces(plan([flash], LIMITS, 0, now=0.9)) == {0: 32}
+    overdue = plan([flash, append], LIMITS, 0, now=1.5)
     assert _pieces(overdue) == {0: 16, 1: 16}
 
 
