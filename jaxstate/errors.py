@@ -79,4 +79,12 @@ class UnknownQuestionError(InputError):
 
 
 class SnapshotError(JaxStateError):
-    """A snapshot is of another version or model, or damaged."""
+    """A snapshot or journal is damaged, or of another version or model."""
+
+
+class ForeignSnapshotError(SnapshotError):
+    """It is whole, but of another format, model or size."""
+
+
+class JournalError(ClosedError):
+    """The journal cannot be used, or written any more: nothing durable is done from now on."""

@@ -110,6 +110,11 @@ class FlashBoard:
         query.risk = risk
         return query
 
+    def recall(self, query: FlashQuery) -> None:
+        """Take a question back that was registered before the service started."""
+        self._by_key[query.question.key] = query
+        self._next_id = max(self._next_id, query.flash_id + 1)
+
     def unregister(self, flash_id: int) -> None:
         """Forget a question and its answer.
 

@@ -39,6 +39,13 @@ class Gate:
         ages = [sample.version - sample.stale_version for sample in self.samples]
         return statistics.median(ages) if ages else 0
 
+    @property
+    def found(self) -> tuple[tuple[float, float | None, int, int | None], ...]:
+        """Each risk that was asked for: (risk, tau, version of the calibration, of its closing)."""
+        return tuple(
+            (one.risk, one.tau, one.version, one.checks.closed_at) for one in self._found.values()
+        )
+
     def add(self, sample: ShadowSample) -> None:
         """Take a sample, watch for drift, and calibrate where it is due.
 

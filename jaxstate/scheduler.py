@@ -48,6 +48,7 @@ class Ticket:
       submitted: seconds on the caller's clock; of one that was promoted, when that was.
       asked: when its caller called, on the same clock; 0 = nobody waits for it.
       state: see State.
+      held: that it is done is told later: what it did has to be saved first.
       tokens: drawn so far.
       result: what the verb returned, once DONE.
       error: what it raised, once FAILED, or why it will not be run, once CANCELLED.
@@ -63,6 +64,7 @@ class Ticket:
     submitted: float
     asked: float = 0.0
     state: State = State.WAITING
+    held: bool = False
     tokens: list[Token] = dataclasses.field(default_factory=list)
     result: Any = None
     error: BaseException | None = None
@@ -75,6 +77,11 @@ class Ticket:
     @property
     def is_over(self) -> bool:
         """Whether nothing more will come of it."""
+        return self.has_ended and not (self.held and self.state is State.DONE)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has run to its end, told or not."""
         return self.state not in (State.WAITING, State.RUNNING)
 
 

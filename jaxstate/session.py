@@ -61,6 +61,7 @@ class Session:
       stream_floor: stream length (evicted ones included) at the last eviction; a rollback below
         it would need tokens that are gone.
       version: number of durable operations.
+      saved_len: stream tokens, evicted ones included, that are as Verbs.on_change saw them last.
       tenant: with whom its beginning may be shared.
       cached_tokens: at its start, that others had computed when it was created.
       paid: tails forwarded ahead; gone with the next durable operation.
@@ -80,6 +81,7 @@ class Session:
     evicted: int = 0
     stream_floor: int = 0
     version: int = 0
+    saved_len: int = 0
     tenant: str = ""
     cached_tokens: int = 0
     paid: list[PaidTail] = dataclasses.field(default_factory=list)

@@ -59,7 +59,7 @@ class Verbs:
         config: EngineConfig,
         tokenizer: Tokenizer | None,
     ):
-        """Start without sessions."""
+        """Start without sessions; `on_change` is called with every session that is changed."""
         self.model = model
         self.config = config
         self.executor = executor
@@ -67,6 +67,7 @@ class Verbs:
         self.sessions: dict[str, Session] = {}
         self.prefixes = Prefixes(self.pages, self.sessions, config.prefix_share)
         self.tiers = Tiers(executor, self.pages, self.sessions, kept=self.prefixes.tree)
+        self.on_change: Callable[[Session], None] = lambda session: None
         self._blocks_kept = config.selector.kept if config.selector else None
         self._tokenizer = tokenizer
         self._owners = itertools.count()
@@ -122,7 +123,7 @@ class Verbs:
             )
         self._bring_back(parent)
         self.pages.hold(parent.entries)
-        self.sessions[name] = Session(
+        child = self.sessions[name] = Session(
             session_id=name,
             owner=next(self._owners),
             when_full=parent.when_full,
@@ -135,8 +136,35 @@ class Verbs:
             tenant=parent.tenant,
             rebuilt=parent.rebuilt,
         )
-        self.tiers.touch(self.sessions[name])
+        self.tiers.touch(child)
+        if parent.stored:
+            self.tiers.lose(child)
         return name
+
+    def adopt(self, session: Session) -> None:
+        """Open a session that was before; its cells are lost until it is of use.
+
+        Args:
+          session: its tokens, with an owner of no meaning.
+        Raises:
+          CapacityError: its context is longer than a session's may be.
+        """
+        limit = self.config.context_len
+        if session.context_len > limit:
+            raise CapacityError(
+                f"session {session.session_id}: expected at most context_len={limit} tokens, got "
+                f"{session.context_len}; start with a longer context"
+            )
+        session.owner = next(self._owners)
+        self.tiers.touch(session)
+        self.tiers.lose(session)
+        self.sessions[session.session_id] = session
+
+    def revive(self, session_id: str) -> Steps:
+        """Bring a session's cells into the pool before anybody asks; lost ones are computed."""
+        session = self.session(session_id)
+        with self._using(session):
+            yield from self._resident(session)
 
     def close(self, session_id: str) -> None:
         """See Engine.close."""
@@ -198,7 +226,7 @@ class Verbs:
         checks.count(count, "rollback", least=1)
         self._bring_back(session)
         self._roll_back(session, count)
-        session.version += 1
+        self._advance_version(session)
         return session.version
 
     def repack(self, session_id: str) -> Steps:
@@ -404,6 +432,7 @@ class Verbs:
         """Note a change; what was paid for beside it saw the session as it was."""
         self.tiers.forget_paid(session)
         session.version += 1
+        self.on_change(session)
 
     @contextlib.contextmanager
     def _using(self, session: Session) -> Iterator[None]:
@@ -428,14 +457,14 @@ class Verbs:
             yield from self._rebuild(session)
 
     def _bring_back(self, session: Session) -> None:
-        """Bring a session's cells into the pool at once.
-
-        Raises:
-          SnapshotError: they are lost; a question rebuilds them.
-        """
+        """Bring a session's cells into the pool at once; where they are lost they stay so."""
         self.tiers.touch(session)
         with self._using(session):
-            self.tiers.bring_back(session)
+            try:
+                self.tiers.bring_back(session)
+            except SnapshotError as error:
+                logger.warning("%s", error)
+                self.tiers.lose(session)  # what they are to become is known: the tokens
 
     def _rebuild(self, session: Session) -> Steps:
         """Compute a session's cells anew from its tokens.
@@ -458,8 +487,8 @@ class Verbs:
         finally:
             tail.close()
         if session.evicted:
-            session.version += 1
             session.rebuilt = True
+            self._advance_version(session)
 
     def _begin(self, session: Session, ids: np.ndarray) -> Steps:
         """Make `ids` the context of a new session, forwarding what nobody has computed."""
@@ -562,6 +591,7 @@ class Verbs:
         self.pages.replace(session.entries, entries)
         session.entries = entries
         del session.token_ids[session.context_len - count :]
+        session.saved_len = min(session.saved_len, session.stream_len)
 
     def _check_room(self, session: Session, entries, position: int, shifts: np.ndarray) -> None:
         """Refuse tokens that pool or step table cannot hold behind `entries`.

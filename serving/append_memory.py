@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from jaxstate.errors import InputError
+from jaxstate.plan import JobClass
 from jaxstate.scheduler import State, Ticket
 
 REMEMBERED = 1024  # appends of a session
@@ -40,8 +42,8 @@ class AppendMemory:
         if sequence < 1:
             raise InputError(f"sequence: expected 1 or more, got {sequence}")
         if number in self._known:
-            digest, ticket = self._known[number]
-            if digest != _digest(token_ids):
+            known, ticket = self._known[number]
+            if known != digest(token_ids):
                 raise InputError(
                     f'sequence: expected the tokens that writer "{writer}" sent as {sequence} '
                     "before, got others; number new appends upwards"
@@ -57,12 +59,29 @@ class AppendMemory:
 
     def note(self, number: Number, token_ids: Sequence[int], ticket: Ticket) -> None:
         """Remember a new append."""
+        self._note(number, digest(token_ids), ticket)
+
+    def recall(self, number: Number, known: bytes, session_id: str, version: int) -> None:
+        """Remember an append that was done before the service started.
+
+        Args:
+          known: digest of its tokens.
+          version: that it led to.
+        """
+        ticket = Ticket(
+            job_id=-1, job_class=JobClass.APPEND, session=session_id, deadline=math.inf,
+            submitted=-math.inf, state=State.DONE, result=version,
+        )  # fmt: skip
+        self._note(number, known, ticket)
+
+    def _note(self, number: Number, known: bytes, ticket: Ticket) -> None:
         writer, sequence = number
-        self._known[number] = (_digest(token_ids), ticket)
+        self._known[number] = (known, ticket)
         self._highest[writer] = max(sequence, self._highest.get(writer, 0))
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
 
 
-def _digest(token_ids: Sequence[int]) -> bytes:
+def digest(token_ids: Sequence[int]) -> bytes:
+    """Return what tells an append's tokens from others."""
     return hashlib.sha256(np.asarray(token_ids, np.int64).tobytes()).digest()

@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import logging
 import math
 import threading
 import time
@@ -36,6 +37,7 @@ from jaxstate.engine import Engine
 from jaxstate.errors import (
     BusyError,
     CancelledError,
+    CapacityError,
     ClosedError,
     ConflictError,
     InputError,
@@ -52,12 +54,18 @@ from jaxstate.needs import Steps
 from jaxstate.plan import JobClass, Limits
 from jaxstate.prepositioning import Entry, Prepositions
 from jaxstate.scheduler import Scheduler, State, Ticket
+from jaxstate.serving import recovery
 from jaxstate.serving.answer_log import AnswerLog, FreshAnswer
 from jaxstate.serving.append_memory import AppendMemory, Number
 from jaxstate.serving.compilations import Compilations
 from jaxstate.serving.description import Overview, ServiceInfo, SessionInfo
+from jaxstate.serving.durable import Durable
+from jaxstate.serving.journal import Journal
+from jaxstate.serving.journal_rows import SavedSession
 from jaxstate.serving.pending import Pending
 from jaxstate.session import WhenFull, common_len
+
+logger = logging.getLogger(__name__)
 
 Stale = Literal["compute", "wait", "serve"]
 """What a query does whose registered answer is not of the newest version: compute it now, wait for
@@ -114,6 +122,7 @@ class LocalService:
         step_tokens: int | None = None,
         max_waiting: int = 1024,
         preposition: int = 4,
+        journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """Start the worker; from now on nobody else may use the engine.
@@ -124,7 +133,12 @@ class LocalService:
           max_waiting: verbs of a class that may wait; more are refused with BusyError.
           preposition: beginnings of questions of a session that are paid for in idle time, after
             every change of it; 0 = only headers that were declared.
+          journal: what must not be lost is in it before a caller is told; sessions that are in it
+            are opened again, and their cells computed in idle time or when somebody asks. Closed
+            with the service.
           clock: seconds, never going back.
+        Raises:
+          SnapshotError: the journal is damaged, or holds what this engine has no room for.
         """
         largest = engine.executor.config.step_shapes[-1]
         limits = Limits(
@@ -156,6 +170,9 @@ class LocalService:
         self._looked_after: dict[str, int] = {}  # versions that needed no repacking, or got it
         self._versions: dict[str, int] = {}  # computed, of open sessions
         self._news = itertools.count()
+        self._durable = Durable(journal, engine.verbs)
+        for saved in journal.read() if journal else ():
+            self._recover(saved)
         self._closing = False
         self._failure: BaseException | None = None
         self._step_s = 0.01  # of late
@@ -195,13 +212,15 @@ class LocalService:
         def begin() -> Steps:
             name = yield from self._engine.verbs.create(frozen, session_id, when_full, tenant)
             self._open(name)
+            self._durable.created(self._engine.session(name))
             return name
 
         def submit(pending: Pending) -> None:
-            self._submit_new(
+            ticket = self._submit_new(
                 pending, begin, frozen, JobClass.APPEND, cells=len(frozen), tenant=tenant,
                 deadline_s=deadline_s, can_stop=True,
             )  # fmt: skip
+            self._durable.hold(ticket)
 
         return self._pending(JobClass.APPEND, submit)
 
@@ -211,6 +230,7 @@ class LocalService:
         def fork() -> str:
             name = self._engine.fork(session_id, new_id=new_id)
             self._open(name)
+            self._durable.created(self._engine.session(name))
             return name
 
         return self._call(fork)
@@ -229,6 +249,7 @@ class LocalService:
                     f"session {session_id}: an append is being computed; close it when it is done"
                 )
             self._engine.close(session_id)
+            self._durable.closed(session_id)
             with self._changed:
                 del self._versions[session_id], self._boards[session_id]
                 del self._prepositions[session_id], self._logs[session_id]
@@ -287,6 +308,11 @@ class LocalService:
         if behind is not None:
             begin = functools.partial(_only_behind, behind, begin)
 
+        def note(session_id: str, token_ids: Sequence[int]) -> Steps:
+            assert number is not None
+            steps = begin(session_id, token_ids)
+            return self._durable.numbered(steps, session_id, number, token_ids)
+
         def submit(pending: Pending) -> None:
             session = self._engine.session(session_id)
             known = self._memories[session_id].find(number, token_ids) if number else None
@@ -298,8 +324,9 @@ class LocalService:
             )
             full = session.context_len + ahead + count > self._engine.config.context_len
             ticket = self._submit_durable(
-                pending, begin, session_id, token_ids, cells=count, exclusive=full, **how
-            )
+                pending, note if number else begin, session_id, token_ids, cells=count,
+                exclusive=full, **how,
+            )  # fmt: skip
             if number:
                 self._memories[session_id].note(number, token_ids, ticket)
 
@@ -478,6 +505,7 @@ class LocalService:
         def declare() -> None:
             self._engine.verbs.check_entry(session_id, header.token_ids)
             self._prepositions[session_id].declare(header)
+            self._durable.declared(session_id, header)
 
         self._call(declare)
 
@@ -504,7 +532,9 @@ class LocalService:
 
         def register() -> FlashQuery:
             self._engine.session(session_id)
-            return self._boards[session_id].register(question, risk)
+            query = self._boards[session_id].register(question, risk)
+            self._durable.registered(session_id, query)
+            return query
 
         return self._call(register)
 
@@ -514,6 +544,7 @@ class LocalService:
         def unregister() -> None:
             self._engine.session(session_id)
             self._boards[session_id].unregister(flash_id)
+            self._durable.unregistered(session_id, flash_id)
 
         self._call(unregister)
 
@@ -646,12 +677,14 @@ class LocalService:
     # From callers to the worker
 
     def _call(self, function: Callable[[], Any]) -> Any:
-        """Run a function on the worker and return what it returns, or raise."""
+        """Run a function on the worker and return what it returns once that is kept, or raise."""
         done: list[tuple[Any, BaseException | None]] = []
 
         def command() -> None:
             try:
-                done.append((function(), None))
+                result = function()
+                self._durable.commit()
+                done.append((result, None))
             except Exception as error:
                 done.append((None, error))
 
@@ -735,6 +768,23 @@ class LocalService:
         self._logs[session_id] = AnswerLog()
         self._memories[session_id] = AppendMemory()
 
+    def _recover(self, saved: SavedSession) -> None:
+        """Open a session as the journal has it, and bring its cells back in idle time."""
+        name = saved.session_id
+        recovery.recover(self._engine, saved)
+        self._open(name)
+        recovery.refill(saved, self._boards[name], self._prepositions[name], self._memories[name])
+
+        def revive(session_id: str, token_ids: Sequence[int]) -> Steps:
+            return self._engine.verbs.revive(session_id)
+
+        try:
+            cells = self._engine.session(name).context_len
+            pending = Pending(self._changed, None)
+            self._submit(pending, revive, name, (), JobClass.ADVANCE, cells=cells)
+        except CapacityError as error:
+            logger.warning("session %s: its cells will not come back: %s", name, error)
+
     def _submit_question(
         self,
         pending: Pending,
@@ -808,6 +858,7 @@ class LocalService:
     ) -> Ticket:
         """Submit what will change a session."""
         ticket = self._submit(pending, begin, session_id, token_ids, job_class, cells=cells, **how)
+        self._durable.hold(ticket)
         self._appending[ticket] = cells
         burst = self._bursts[session_id]
         burst.over = math.inf if pending.asked - burst.last < BURST_GAP_S else -math.inf
@@ -848,7 +899,7 @@ class LocalService:
         tenant: str,
         deadline_s: float = math.inf,
         can_stop: bool | None = None,
-    ) -> None:
+    ) -> Ticket:
         """Submit a verb that computes a context of its own from its start."""
         now = self._clock()
         ticket = self._scheduler.submit(
@@ -857,6 +908,7 @@ class LocalService:
             tenant=tenant, can_stop=can_stop,
         )  # fmt: skip
         self._attach(pending, ticket)
+        return ticket
 
     def _attach(self, pending: Pending, ticket: Ticket) -> None:
         pending._ticket = ticket
@@ -882,13 +934,19 @@ class LocalService:
         try:
             with Compilations() as compilations:
                 self._work(compilations)
+            for session_id, board in self._boards.items():
+                for query in board.queries:
+                    self._durable.evaluated(session_id, query, least=1)
+            self._durable.commit()
         except BaseException as error:
             self._failure = error
             raise
         finally:
+            self._durable.close()
             with self._changed:
                 self._closing = True
                 self._scheduler.end(self._clock(), self._closed())
+                self._durable.release(self._failure)
                 self._notify()
 
     def _work(self, compilations: Compilations) -> None:
@@ -915,7 +973,9 @@ class LocalService:
                 self.metrics.note_step(took)
                 self._step_s += 0.1 * (took - self._step_s)
             self.metrics.compilations = compilations.count
+            self._durable.commit()
             with self._changed:
+                self._durable.release()
                 self._note_ends()
                 self._evaluate()
                 self._preposition_all()
@@ -964,6 +1024,8 @@ class LocalService:
                 self._logs[ticket.session].add(evaluation.query, answer)
             evaluation.query.served += evaluation.asked
             self._sample_headers(ticket.session, evaluation.query, answer)
+            if evaluation.board.find(evaluation.query.question) is evaluation.query:
+                self._durable.evaluated(ticket.session, evaluation.query)
 
     def _sample_headers(self, session_id: str, query: FlashQuery, fresh: Answer) -> None:
         """Compare what declared headers led to with a fresh answer."""

@@ -28,6 +28,7 @@ _CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
     (errors.ClosedError, grpc.StatusCode.UNAVAILABLE),
     (errors.CancelledError, grpc.StatusCode.ABORTED),  # by somebody else: its session was closed
     (errors.CursorError, grpc.StatusCode.OUT_OF_RANGE),
+    (errors.ForeignSnapshotError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.SnapshotError, grpc.StatusCode.DATA_LOSS),
     (NotImplementedError, grpc.StatusCode.UNIMPLEMENTED),
 )

@@ -1,0 +1,43 @@
+"""From what a journal has to a service's sessions as they were."""
+
+from __future__ import annotations
+
+from jaxstate.engine import Engine
+from jaxstate.errors import CapacityError, SnapshotError
+from jaxstate.flash import FlashBoard
+from jaxstate.prepositioning import Prepositions
+from jaxstate.serving.append_memory import AppendMemory
+from jaxstate.serving.journal_rows import SavedSession
+from jaxstate.session import Session
+
+
+def recover(engine: Engine, saved: SavedSession) -> None:
+    """Open a session as it was; its cells are lost until somebody asks or there is idle time.
+
+    Raises:
+      SnapshotError: it does not fit this engine.
+    """
+    tokens = saved.tokens
+    session = Session(
+        session_id=saved.session_id, owner=-1, when_full=saved.when_full, tenant=saved.tenant,
+        frozen_len=len(tokens.frozen), token_ids=[*tokens.frozen, *tokens.stream],
+        evicted=tokens.evicted, stream_floor=tokens.stream_floor, version=tokens.version,
+        rebuilt=tokens.rebuilt,
+    )  # fmt: skip
+    session.saved_len = session.stream_len
+    try:
+        engine.verbs.adopt(session)
+    except CapacityError as error:
+        raise SnapshotError(f"journal: {error}") from error
+
+
+def refill(
+    saved: SavedSession, board: FlashBoard, prepositions: Prepositions, memory: AppendMemory
+) -> None:
+    """Bring back what a session was registered for and which appends it has had."""
+    for query in saved.queries:
+        board.recall(query)
+    for header in saved.headers:
+        prepositions.declare(header)
+    for one in saved.numbers:
+        memory.recall((one.writer, one.sequence), one.digest, saved.session_id, one.version)
