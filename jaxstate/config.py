@@ -45,6 +45,7 @@ class EngineConfig:
         but what forks do.
       host_bytes: of sessions' cells that may wait in host memory while nobody asks for them.
       swap_dir: directory for those that host memory has no room for; None = they stay.
+      snapshots: sessions can be saved and restored with their cells.
       kernel_cache_dir: where compiled kernels are kept; None = the user's cache folder.
     """
 
@@ -60,6 +61,7 @@ class EngineConfig:
     prefix_share: float | None = None
     host_bytes: int = 0
     swap_dir: str | None = None
+    snapshots: bool = False
     kernel_cache_dir: str | None = None
 
     def __post_init__(self):
@@ -101,6 +103,11 @@ class EngineConfig:
     def num_cells(self) -> int:
         """Cells of the pool."""
         return self.num_pages * self.page_size
+
+    @property
+    def copies_pages(self) -> bool:
+        """Whether pages are ever copied out of the pool and back."""
+        return bool(self.host_bytes or self.swap_dir or self.snapshots)
 
     @property
     def table_len(self) -> int:

@@ -101,6 +101,27 @@ class Session:
         return self.evicted + self.context_len - self.frozen_len
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Change:
+    """A durable change of a session: an edit of its stream, whatever verb made it.
+
+    The stream is cut at `begin`, its oldest tokens are dropped up to `evicted`, and `token_ids`
+    come behind. Both count from the first token that the stream ever had.
+
+    Attributes:
+      version: that it led to.
+      begin, evicted: in stream tokens.
+      stream_floor, rebuilt: the session's behind it, see Session.
+    """
+
+    version: int
+    begin: int
+    evicted: int
+    stream_floor: int
+    rebuilt: bool
+    token_ids: list[int]
+
+
 def overflow_evictions(session: Session, count: int, context_len: int, quantum: int) -> int:
     """Decide how many stream tokens an append of `count` tokens evicts: once, before it runs.
 

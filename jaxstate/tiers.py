@@ -50,6 +50,11 @@ class Stored:
     path: pathlib.Path | None = None
     num_bytes: int
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether they have to be computed anew."""
+        return self.parts is None and self.path is None
+
 
 class Tiers:
     """Moves sessions out of the pool and back; `Pages.spare` of an engine."""
@@ -219,7 +224,7 @@ class Tiers:
           beside: pages that it comes back for; without room for them it stays where it is.
         Raises:
           CapacityError, PoolFullError: there is no room, see Pages.require; nothing has changed.
-          SnapshotError: its file is missing or damaged; the cells are lost.
+          SnapshotError: its file is missing or damaged: `lose` them. They are not lost already.
         """
         stored = session.stored
         if stored is None:
@@ -319,8 +324,7 @@ class Tiers:
     def _read(self, stored: Stored, session: Session) -> Parts:
         """Read a session's cells; SnapshotError if that cannot be what was written."""
         name = f"session {session.session_id}"
-        if stored.path is None:
-            raise SnapshotError(f"{name}: its cells are lost; they are rebuilt when it is asked")
+        assert stored.path is not None
         shapes = self._executor.page_shapes
         try:
             whole = np.fromfile(stored.path, np.uint8)

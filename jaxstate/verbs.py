@@ -17,11 +17,12 @@ from typing import Unpack
 
 import numpy as np
 
-from jaxstate import checks, generation
+from jaxstate import cell_copy, checks, generation
 from jaxstate import pages as pages_module
 from jaxstate import rows as rows_module
 from jaxstate import session as session_module
 from jaxstate.answer import Answer, Evidence, FinishReason, Source
+from jaxstate.cell_copy import Cells
 from jaxstate.choices import ChoiceTree
 from jaxstate.config import EngineConfig
 from jaxstate.errors import (
@@ -40,11 +41,15 @@ from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.needs import Need, Ran, Steps, TokenSteps
 from jaxstate.pages import Pages
 from jaxstate.prefixes import Prefixes
-from jaxstate.session import PaidTail, Session, WhenFull
+from jaxstate.session import Change, PaidTail, Session, WhenFull
 from jaxstate.tail import NextToken, Tail
 from jaxstate.tiers import Tiers
 
 logger = logging.getLogger(__name__)
+
+Saved = Callable[[], tuple[Session, Cells, np.ndarray, Sequence[Change]]]
+"""Reads an earlier state of a session: its record, cells, their shifts, and all changes since; or
+raises SnapshotError."""
 
 _TEXT_CONTEXT = 8  # ids before an answer that can hold the beginning of its first character
 
@@ -160,10 +165,36 @@ class Verbs:
         self.tiers.lose(session)
         self.sessions[session.session_id] = session
 
-    def revive(self, session_id: str) -> Steps:
-        """Bring a session's cells into the pool before anybody asks; lost ones are computed."""
+    def open_with(self, session: Session, cells: Cells, shifts: np.ndarray) -> None:
+        """Open a session with its cells; one of the same id is closed for it.
+
+        Args:
+          session: its tokens, with an owner of no meaning.
+          cells, shifts: see cell_copy.take.
+        Raises:
+          PoolFullError: there is no room; nothing has changed.
+        """
+        session.owner = next(self._owners)
+        self._put_cells(session, cells, shifts)
+        if session.session_id in self.sessions:
+            self.close(session.session_id)
+        self.tiers.touch(session)
+        self.sessions[session.session_id] = session
+
+    def revive(self, session_id: str, saved: Saved | None = None) -> Steps:
+        """Bring a session's cells into the pool before anybody asks; lost ones are computed.
+
+        Args:
+          saved: gives an earlier state of the session with its cells, and what has changed since,
+            for lost ones that need not be computed from the start.
+        """
         session = self.session(session_id)
         with self._using(session):
+            if saved and session.stored and session.stored.is_lost:
+                try:
+                    yield from self._replay(session, *saved())
+                except SnapshotError as error:
+                    logger.warning("session %s: %s", session_id, error)
             yield from self._resident(session)
 
     def close(self, session_id: str) -> None:
@@ -449,22 +480,22 @@ class Verbs:
         Args:
           count: tokens that are to go on pages behind it.
         """
-        self.tiers.touch(session)
-        try:
-            self.tiers.bring_back(session, -(-count // self.config.page_size))
-        except SnapshotError as error:
-            logger.warning("%s", error)
+        if not self._bring_back(session, count):
             yield from self._rebuild(session)
 
-    def _bring_back(self, session: Session) -> None:
-        """Bring a session's cells into the pool at once; where they are lost they stay so."""
+    def _bring_back(self, session: Session, count: int = 0) -> bool:
+        """Bring a session's cells into the pool at once; False where they are lost."""
         self.tiers.touch(session)
+        if session.stored and session.stored.is_lost:
+            return False
         with self._using(session):
             try:
-                self.tiers.bring_back(session)
+                self.tiers.bring_back(session, -(-count // self.config.page_size))
             except SnapshotError as error:
                 logger.warning("%s", error)
-                self.tiers.lose(session)  # what they are to become is known: the tokens
+                self.tiers.lose(session)
+                return False
+        return True
 
     def _rebuild(self, session: Session) -> Steps:
         """Compute a session's cells anew from its tokens.
@@ -472,7 +503,6 @@ class Verbs:
         Where nothing was evicted they are what they were. Else the kept tokens never saw what was
         evicted: its version advances, and its answers say `rebuilt`.
         """
-        self.tiers.lose(session)
         ids = np.asarray(session.token_ids, np.int32)
         kept = session.context_len - session.frozen_len
         shifts = np.concatenate(
@@ -489,6 +519,56 @@ class Verbs:
         if session.evicted:
             session.rebuilt = True
             self._advance_version(session)
+
+    def _put_cells(self, session: Session, cells: Cells, shifts: np.ndarray) -> None:
+        """Give a session cells on pages of its own, in order of position."""
+        if len(shifts):
+            growth = pages_module.plan_growth(
+                self.pages, session.owner, (), 0, shifts, growing=True
+            )
+            self.pages.hold(growth.entries)
+            cell_copy.put(self.executor, growth, cells)
+            session.entries = growth.entries
+
+    def _replay(
+        self, session: Session, past: Session, cells: Cells, shifts: np.ndarray,
+        changes: Sequence[Change],
+    ) -> Steps:  # fmt: skip
+        """Give a session the cells of an earlier state of it, and do again what came after.
+
+        Each change evicts when it did, so that every token sees what it saw.
+
+        Raises:
+          SnapshotError: that is not what the session has become.
+        """
+        past.owner = session.owner
+        try:
+            self._put_cells(past, cells, shifts)
+            for change in changes:
+                yield from self._redo(past, change)
+            if past.token_ids != session.token_ids or past.evicted != session.evicted:
+                raise SnapshotError("what its changes led to is not what it has become")
+            if session.stored is None:
+                return
+            session.entries, past.entries, session.stored = past.entries, (), None
+        finally:
+            self.pages.drop(past.entries)
+
+    def _redo(self, past: Session, change: Change) -> Steps:
+        """Change a state as a durable verb did."""
+        if past.stream_len > change.begin:
+            self._roll_back(past, past.stream_len - change.begin)
+        dropped = change.evicted - past.evicted
+        # A committed turn was computed before it evicted anything, an append after it.
+        is_turn = change.stream_floor > change.begin
+        if dropped and not is_turn:
+            self._drop_oldest(past, dropped)
+        if change.token_ids:
+            ids = np.asarray(change.token_ids, np.int32)
+            yield from self._extend(past, ids, self._shifts(past, past.stream_len, len(ids)))
+        if dropped and is_turn:
+            self._drop_oldest(past, dropped)
+        past.stream_floor = change.stream_floor
 
     def _begin(self, session: Session, ids: np.ndarray) -> Steps:
         """Make `ids` the context of a new session, forwarding what nobody has computed."""

@@ -1,8 +1,10 @@
-"""What a service notes in its journal, and whom it keeps waiting until that is written."""
+"""What a service keeps: its journal and snapshots, and whom it keeps waiting for them."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import functools
+import math
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from jaxstate.flash import FlashQuery
@@ -11,8 +13,10 @@ from jaxstate.scheduler import State, Ticket
 from jaxstate.serving import append_memory
 from jaxstate.serving.append_memory import Number
 from jaxstate.serving.journal import Journal
+from jaxstate.serving.journal_rows import SavedSession
+from jaxstate.serving.snapshots import Snapshots
 from jaxstate.session import Session
-from jaxstate.verbs import Verbs
+from jaxstate.verbs import Saved, Verbs
 
 GATE_SAMPLES = 64
 """Fresh answers to a registered question after which its gates are noted again; also when one of
@@ -22,14 +26,36 @@ them finds another threshold or closes."""
 class Durable:
     """The journal of a service, or none: then nothing is noted and nobody waits."""
 
-    def __init__(self, journal: Journal | None, verbs: Verbs):
-        """Hear of every change that verbs make."""
+    def __init__(
+        self,
+        journal: Journal | None,
+        snapshots: Snapshots | None,
+        verbs: Verbs,
+        enqueue: Callable[[Callable[[], None]], None],
+    ):
+        """Hear of every change that verbs make.
+
+        Args:
+          enqueue: has the worker call a function soon.
+        """
         self._journal = journal
+        self._snapshots = snapshots
+        self._enqueue = enqueue
         self._verbs = verbs
         self._held: list[Ticket] = []
         self._gates: dict[tuple[str, int], tuple[int, Any]] = {}  # evaluations and what was found
         if journal is not None:
             verbs.on_change = journal.change
+
+    def recover(self) -> list[tuple[SavedSession, Saved | None]]:
+        """Return the sessions of the journal, each with what reads its cells if they were saved."""
+        if self._journal is None:
+            return []
+        saved = self._journal.read()
+        if self._snapshots is None:
+            return [(one, None) for one in saved]
+        self._snapshots.recall(saved)
+        return [(one, self._snapshots.reader(one, self._verbs)) for one in saved]
 
     # What callers wait for
 
@@ -56,11 +82,52 @@ class Durable:
             ticket.held = False
             self._held.remove(ticket)
 
+    def end(self) -> None:
+        """Save what has changed since it was saved, and write what was noted."""
+        if self._snapshots is not None:
+            self._snapshots.end_write()
+            for session_id, name in self._snapshots.save_now(
+                self._verbs, self._verbs.sessions.values()
+            ):
+                self._note_snapshot(session_id, name)
+        self.commit()
+
     def close(self) -> None:
         """Let go of the journal; what was not committed is lost."""
+        if self._snapshots is not None:
+            self._snapshots.close()
         if self._journal is not None:
             self._journal.close()
             self._verbs.on_change = lambda session: None
+
+    # Snapshots
+
+    def rest(self, now: float) -> float | None:
+        """Begin to save a session that is due; returns seconds until one may be, None = never."""
+        if self._snapshots is None:
+            return None
+        session, wait_s = self._snapshots.next_due(self._verbs.sessions.values(), now)
+        if session is None:
+            return None if wait_s == math.inf else wait_s
+
+        def then(session_id: str, name: str) -> None:
+            self._enqueue(functools.partial(self._end_snapshot, session_id, name))
+
+        self._snapshots.begin(self._verbs, session, then)
+        return None  # the end of that one wakes the worker
+
+    def _end_snapshot(self, session_id: str, name: str) -> None:
+        assert self._snapshots is not None
+        self._snapshots.end_write()
+        if name and session_id in self._verbs.sessions:
+            self._note_snapshot(session_id, name)
+
+    def _note_snapshot(self, session_id: str, name: str) -> None:
+        """Name a snapshot in the journal, and only then let go of the one before."""
+        assert self._journal is not None and self._snapshots is not None
+        self._journal.snapshot(session_id, name)
+        self._journal.commit()
+        self._snapshots.note(session_id, name)
 
     # What is noted
 
@@ -73,8 +140,11 @@ class Durable:
         """Forget a session."""
         if self._journal is not None:
             self._journal.close_session(session_id)
+            self._journal.commit()
             for key in [key for key in self._gates if key[0] == session_id]:
                 del self._gates[key]
+            if self._snapshots is not None:
+                self._snapshots.forget(session_id)
 
     def numbered(
         self, steps: Generator, session_id: str, number: Number, token_ids: Sequence[int]

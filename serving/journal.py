@@ -26,8 +26,8 @@ from jaxstate.flash import FlashQuery
 from jaxstate.prepositioning import Entry
 from jaxstate.serving import journal_rows
 from jaxstate.serving.append_memory import REMEMBERED, Number
-from jaxstate.serving.journal_rows import Change, NumberedAppend, SavedSession, Tokens
-from jaxstate.session import Session
+from jaxstate.serving.journal_rows import NumberedAppend, SavedSession, Tokens
+from jaxstate.session import Change, Session
 
 Durability = Literal["full", "normal", "off"]
 """full: the disk has a change before its caller is told, power may fail. normal: the operating

@@ -1,9 +1,4 @@
-"""What a journal's rows mean: changes of a session's tokens, and what a session was registered for.
-
-A change is an edit of the stream, whatever verb made it: the stream is cut at `begin`, its oldest
-tokens are dropped up to `evicted`, and `token_ids` come behind. Both count from the first token
-that the stream ever had.
-"""
+"""What a journal's rows mean: a session's tokens, and what it was registered for."""
 
 from __future__ import annotations
 
@@ -20,26 +15,7 @@ from jaxstate.flash import FlashQuery, Question
 from jaxstate.gate import Gate
 from jaxstate.prepositioning import Entry
 from jaxstate.sampling import Sampling
-from jaxstate.session import Session, WhenFull
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Change:
-    """A durable change of a session.
-
-    Attributes:
-      version: that it led to.
-      begin: stream tokens before it that stay or are evicted, evicted ones included.
-      evicted, stream_floor, rebuilt: the session's behind it, see Session.
-      token_ids: that came behind.
-    """
-
-    version: int
-    begin: int
-    evicted: int
-    stream_floor: int
-    rebuilt: bool
-    token_ids: list[int]
+from jaxstate.session import Change, Session, WhenFull
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -63,7 +63,9 @@ from jaxstate.serving.durable import Durable
 from jaxstate.serving.journal import Journal
 from jaxstate.serving.journal_rows import SavedSession
 from jaxstate.serving.pending import Pending
+from jaxstate.serving.snapshots import Snapshots
 from jaxstate.session import WhenFull, common_len
+from jaxstate.verbs import Saved
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +125,7 @@ class LocalService:
         max_waiting: int = 1024,
         preposition: int = 4,
         journal: Journal | None = None,
+        snapshots: Snapshots | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """Start the worker; from now on nobody else may use the engine.
@@ -136,10 +139,18 @@ class LocalService:
           journal: what must not be lost is in it before a caller is told; sessions that are in it
             are opened again, and their cells computed in idle time or when somebody asks. Closed
             with the service.
+          snapshots: where sessions' cells are saved once they rest and at the end, for the next
+            start; needs a journal, and EngineConfig.snapshots.
           clock: seconds, never going back.
         Raises:
+          ValueError: snapshots without what they need.
           SnapshotError: the journal is damaged, or holds what this engine has no room for.
         """
+        if snapshots is not None and (journal is None or not engine.config.copies_pages):
+            raise ValueError(
+                "snapshots: expected a journal and an engine with snapshots=True, got "
+                f"journal={journal} and snapshots={engine.config.snapshots}"
+            )
         largest = engine.executor.config.step_shapes[-1]
         limits = Limits(
             tokens=min(step_tokens or largest.num_tokens, largest.num_tokens),
@@ -170,10 +181,11 @@ class LocalService:
         self._looked_after: dict[str, int] = {}  # versions that needed no repacking, or got it
         self._versions: dict[str, int] = {}  # computed, of open sessions
         self._news = itertools.count()
-        self._durable = Durable(journal, engine.verbs)
-        for saved in journal.read() if journal else ():
-            self._recover(saved)
+        self._reviving: dict[str, Ticket] = {}  # sessions whose cells are on their way
         self._closing = False
+        self._durable = Durable(journal, snapshots, engine.verbs, self._soon)
+        for saved, cells in self._durable.recover():
+            self._recover(saved, cells)
         self._failure: BaseException | None = None
         self._step_s = 0.01  # of late
         self._thread = threading.Thread(target=self._run, name="jaxstate-worker", daemon=True)
@@ -717,6 +729,12 @@ class LocalService:
                 self._submitting[job_class] -= 1
         return pending
 
+    def _soon(self, command: Callable[[], None]) -> None:
+        """Have the worker call a function, unless it ends first."""
+        with self._changed:
+            if not self._closing:
+                self._enqueue(command)
+
     def _enqueue(self, command: Callable[[], None]) -> None:
         if self._closing:
             raise self._closed()
@@ -768,7 +786,7 @@ class LocalService:
         self._logs[session_id] = AnswerLog()
         self._memories[session_id] = AppendMemory()
 
-    def _recover(self, saved: SavedSession) -> None:
+    def _recover(self, saved: SavedSession, cells_before: Saved | None) -> None:
         """Open a session as the journal has it, and bring its cells back in idle time."""
         name = saved.session_id
         recovery.recover(self._engine, saved)
@@ -776,12 +794,13 @@ class LocalService:
         recovery.refill(saved, self._boards[name], self._prepositions[name], self._memories[name])
 
         def revive(session_id: str, token_ids: Sequence[int]) -> Steps:
-            return self._engine.verbs.revive(session_id)
+            return self._engine.verbs.revive(session_id, cells_before)
 
         try:
             cells = self._engine.session(name).context_len
             pending = Pending(self._changed, None)
-            self._submit(pending, revive, name, (), JobClass.ADVANCE, cells=cells)
+            ticket = self._submit(pending, revive, name, (), JobClass.ADVANCE, cells=cells)
+            self._reviving[name] = ticket
         except CapacityError as error:
             logger.warning("session %s: its cells will not come back: %s", name, error)
 
@@ -880,10 +899,14 @@ class LocalService:
     ) -> Ticket:
         self._engine.session(session_id)  # known, or refused at once
         now = self._clock()
+        after: frozenset[int] = frozenset()
+        if session_id in self._reviving:  # once is enough, and now somebody waits for it
+            after = frozenset({self._reviving[session_id].job_id})
+            self._scheduler.promote(self._reviving[session_id], job_class, now)
         ticket = self._scheduler.submit(
             functools.partial(begin, session_id, token_ids), job_class=job_class,
             session=session_id, tokens=len(token_ids), cells=cells, now=now,
-            deadline=pending.asked + deadline_s, exclusive=exclusive,
+            deadline=pending.asked + deadline_s, after=after, exclusive=exclusive,
         )  # fmt: skip
         self._attach(pending, ticket)
         return ticket
@@ -937,7 +960,8 @@ class LocalService:
             for session_id, board in self._boards.items():
                 for query in board.queries:
                     self._durable.evaluated(session_id, query, least=1)
-            self._durable.commit()
+            self._scheduler.end(self._clock())  # what runs keeps a session from being saved
+            self._durable.end()
         except BaseException as error:
             self._failure = error
             raise
@@ -951,13 +975,14 @@ class LocalService:
 
     def _work(self, compilations: Compilations) -> None:
         """Run commands and steps until the service is closed."""
+        rest_s = None  # until there is something to save
         while True:
             with self._changed:
                 self._notify()
                 if not self._commands and not self._closing:
                     if self._is_idle():
                         if not self._maintain():
-                            self._changed.wait()
+                            self._changed.wait(rest_s)
                     elif not self._scheduler.num_waiting:
                         self._changed.wait(BURST_GAP_S)  # until a burst is over
                 commands = list(self._commands)
@@ -979,6 +1004,7 @@ class LocalService:
                 self._note_ends()
                 self._evaluate()
                 self._preposition_all()
+            rest_s = self._durable.rest(self._clock()) if self._is_idle() else None
 
     def _notify(self) -> None:
         """Wake whoever waits for a change."""
@@ -994,6 +1020,8 @@ class LocalService:
             burst = self._bursts.get(ticket.session)
             if burst and burst.over > -math.inf:
                 burst.over = self._clock() + BURST_GAP_S
+        for name in [name for name, ticket in self._reviving.items() if ticket.is_over]:
+            del self._reviving[name]
         # From here on no answer of a version before is served as current.
         for session_id in self._versions:
             self._versions[session_id] = self._engine.session(session_id).version

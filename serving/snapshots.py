@@ -1,0 +1,163 @@
+"""Snapshots that a service takes of its sessions: once they have come to rest, and at its end."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import logging
+import pathlib
+import secrets
+import shutil
+from collections.abc import Callable, Iterable
+
+from jaxstate import session_snapshot
+from jaxstate.errors import SnapshotError
+from jaxstate.serving.journal_rows import SavedSession
+from jaxstate.session import Session
+from jaxstate.session_snapshot import SessionSnapshot
+from jaxstate.verbs import Saved, Verbs
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Rest:
+    """A session's newest version that was seen, and since when it is so."""
+
+    version: int
+    since: float
+
+
+class Snapshots:
+    """A directory of snapshots; those that the journal names count, others are leftovers.
+
+    Cells are copied by the worker between two steps and written by a thread of its own.
+    """
+
+    def __init__(self, directory: str | pathlib.Path, *, fingerprint: str, idle_s: float = 30.0):
+        """Use a directory that belongs to one journal.
+
+        Args:
+          fingerprint: of the model, `LoadedModel.fingerprint`.
+          idle_s: how long a session is to stay as it is before it is saved.
+        """
+        self._directory = pathlib.Path(directory)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._fingerprint = fingerprint
+        self._idle_s = idle_s
+        self._rests: dict[str, _Rest] = {}
+        self._saved: dict[str, int] = {}  # version of each session's newest, or of that under way
+        self._names: dict[str, str] = {}
+        self._writing: concurrent.futures.Future | None = None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxstate-snapshots")
+
+    def recall(self, saved: Iterable[SavedSession]) -> None:
+        """Take over what the journal names, and remove all else from the directory."""
+        self._names = {one.session_id: one.snapshot for one in saved if one.snapshot}
+        for path in self._directory.iterdir():
+            if path.name not in self._names.values():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def reader(self, saved: SavedSession, verbs: Verbs) -> Saved | None:
+        """Return what reads a session's newest snapshot and what has changed since."""
+        if not saved.snapshot:
+            return None
+
+        def read():
+            path = self._directory / saved.snapshot
+            snapshot = session_snapshot.read(path, verbs, fingerprint=self._fingerprint)
+            past = snapshot.record()
+            changes = [one for one in saved.changes if one.version > past.version]
+            if past.version + len(changes) != saved.tokens.version:
+                raise SnapshotError(f"snapshot {path}: not all changes since are kept one by one")
+            self._saved[saved.session_id] = past.version
+            return past, snapshot.cells, snapshot.shifts, changes
+
+        return read
+
+    def take(self, verbs: Verbs, session: Session) -> SessionSnapshot:
+        """Copy a session, see session_snapshot.take."""
+        return session_snapshot.take(verbs, session, fingerprint=self._fingerprint)
+
+    def next_due(self, sessions: Iterable[Session], now: float) -> tuple[Session | None, float]:
+        """Return a session that is to be saved now, or None and seconds until one may be."""
+        soonest = float("inf")
+        if self._writing is not None:
+            return None, soonest
+        for session in sessions:
+            rest = self._rests.get(session.session_id)
+            if rest is None or rest.version != session.version:
+                rest = self._rests[session.session_id] = _Rest(version=session.version, since=now)
+            if self._is_new(session):
+                wait = rest.since + self._idle_s - now
+                if wait <= 0:
+                    return session, 0.0
+                soonest = min(soonest, wait)
+        return None, soonest
+
+    def begin(self, verbs: Verbs, session: Session, then: Callable[[str, str], None]) -> None:
+        """Save a session in the background.
+
+        Args:
+          then: called from the thread with the session's id and the snapshot's name once it is
+            whole, or with "" if that did not work, which is logged.
+        """
+        self._saved[session.session_id] = session.version
+        snapshot = self.take(verbs, session)
+
+        def write() -> None:
+            name = ""
+            try:
+                name = self._write(snapshot)
+            except SnapshotError as error:
+                logger.warning("session %s: %s", session.session_id, error)
+            then(session.session_id, name)
+
+        self._writing = self._thread.submit(write)
+
+    def end_write(self) -> None:
+        """Wait for what is being written; the next one may begin."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+    def save_now(self, verbs: Verbs, sessions: Iterable[Session]) -> list[tuple[str, str]]:
+        """Save all that has changed since it was saved; returns (session's id, name) of each."""
+        found = []
+        for session in sessions:
+            if self._is_new(session):
+                try:
+                    found.append((session.session_id, self._write(self.take(verbs, session))))
+                except SnapshotError as error:
+                    logger.warning("session %s: %s", session.session_id, error)
+        return found
+
+    def note(self, session_id: str, name: str) -> None:
+        """Let go of a session's snapshot for a newer one that the journal names, or for none."""
+        old = self._names.pop(session_id, "")
+        if name:
+            self._names[session_id] = name
+        if old:
+            shutil.rmtree(self._directory / old, ignore_errors=True)
+
+    def forget(self, session_id: str) -> None:
+        """Remove what there is of a session that the journal does not know any more."""
+        self.note(session_id, "")
+        self._rests.pop(session_id, None)
+        self._saved.pop(session_id, None)
+
+    def close(self) -> None:
+        """Wait for the thread."""
+        self._thread.shutdown()
+
+    def _is_new(self, session: Session) -> bool:
+        """Whether a session can be saved and has changed since."""
+        at_rest = not session.running and session.stored is None and session.context_len
+        return bool(at_rest) and self._saved.get(session.session_id) != session.version
+
+    def _write(self, snapshot: SessionSnapshot) -> str:
+        digest = hashlib.sha256(snapshot.fields["session_id"].encode()).hexdigest()[:12]
+        name = f"{digest}-{snapshot.version}-{secrets.token_hex(4)}"
+        session_snapshot.write(self._directory / name, snapshot)
+        return name

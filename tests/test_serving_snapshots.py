@@ -1,0 +1,188 @@
+"""What a service saves of its sessions by itself is what the next one starts with."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import pytest
+import tiny_engine
+from oracle.history import History
+
+from jaxstate.flash import Question
+from jaxstate.serving.journal import Journal
+from jaxstate.serving.local_service import LocalService
+from jaxstate.serving.snapshots import Snapshots
+
+WAIT_S = 120
+MODEL = "tiny"
+CONTEXT, QUANTUM = 96, 8  # of the tiny engine
+
+
+@functools.cache
+def _compiled():
+    return tiny_engine.build(num_pages=64, snapshots=True)
+
+
+@pytest.fixture
+def engine():
+    with tiny_engine.left_empty(_compiled()) as engine:
+        yield engine
+
+
+def _ids(seed, count):
+    return tiny_engine.random_ids(seed, count)
+
+
+def _start(engine, directory, *, idle_s=1e9, saves=True):
+    for name in engine.session_ids:  # what the service before left there
+        engine.close(name)
+    journal = Journal(directory / "journal", durability="normal", fingerprint=MODEL)
+    snapshots = Snapshots(directory / "snapshots", fingerprint=MODEL, idle_s=idle_s)
+    return LocalService(engine, journal=journal, snapshots=snapshots if saves else None)
+
+
+class Truth:
+    """A sliding session by the history-true reference."""
+
+    def __init__(self, frozen):
+        self.history = History(tiny_engine.params(), tiny_engine.MODEL)
+        self.frozen_len = len(frozen)
+        self.context = self.history.extend((), frozen)
+
+    def append(self, ids):
+        over = len(self.context) + len(ids) - CONTEXT
+        self.drop(-(-max(over, 0) // QUANTUM) * QUANTUM)
+        self.context += self.history.extend(self.context, ids)
+
+    def turn(self, question, answer):
+        over = len(self.context) + len(question) + len(answer) - CONTEXT
+        self.context += self.history.extend(self.context, [*question, *answer])
+        self.drop(-(-max(over, 0) // QUANTUM) * QUANTUM)
+
+    def drop(self, count):
+        self.context = self.context[: self.frozen_len] + self.context[self.frozen_len + count :]
+
+    def rollback(self, count):
+        self.context = self.context[: len(self.context) - count]
+
+    def greedy(self, question, count):
+        context = self.context + self.history.extend(self.context, question)
+        ids = []
+        for _ in range(count):
+            ids.append(int(self.history.logits(context[-1]).argmax()))
+            context += self.history.extend(context, ids[-1:])
+        return tuple(ids)
+
+
+def _ask(service, session, seed=3, **how):
+    question = Question(token_ids=tuple(_ids(seed, 4)), max_new_tokens=3)
+    return service.query(session, question, **how).result(WAIT_S), list(question.token_ids)
+
+
+def _stream(service, session, truth, seeds):
+    for seed in seeds:
+        service.append(session, _ids(seed, 17)).result(WAIT_S)
+        truth.append(_ids(seed, 17))
+
+
+def _check(service, session, truth, version):
+    answer, question = _ask(service, session)
+    assert (answer.version, answer.rebuilt) == (version, False)
+    assert answer.token_ids == truth.greedy(question, 3)
+
+
+def test_a_slid_session_that_was_saved_at_the_end_goes_on_as_if_nothing_had_been(engine, tmp_path):
+    service = _start(engine, tmp_path)
+    session, truth = service.create(_ids(1, 5), when_full="slide"), Truth(_ids(1, 5))
+    _stream(service, session, truth, range(8))
+    service.close()
+    forwarded = engine.executor.tokens_forwarded
+    service = _start(engine, tmp_path)
+    _check(service, session, truth, 8)
+    assert engine.executor.tokens_forwarded - forwarded < 16  # the question alone
+    _stream(service, session, truth, range(20, 23))
+    _check(service, session, truth, 11)
+    service.close()
+
+
+def test_what_came_after_a_snapshot_is_done_again_as_it_was(engine, tmp_path):
+    service = _start(engine, tmp_path)
+    session, truth = service.create(_ids(1, 5), when_full="slide"), Truth(_ids(1, 5))
+    _stream(service, session, truth, range(6))
+    service.close()
+    service = _start(engine, tmp_path)
+    service._durable._snapshots = None  # from now on only the journal knows
+    _check(service, session, truth, 6)
+    service.rollback(session, 5).result(WAIT_S)
+    truth.rollback(5)
+    _stream(service, session, truth, range(20, 22))  # evicts
+    for seed in (30, 31, 32):
+        answer, question = _ask(service, session, seed, commit=True)
+        truth.turn(question, answer.token_ids)
+    _stream(service, session, truth, range(40, 42))
+    _check(service, session, truth, 14)
+    service.close()
+    service = _start(engine, tmp_path)
+    _check(service, session, truth, 14)
+    service.close()
+
+
+def test_a_session_at_rest_is_saved_once_and_the_older_snapshot_goes(engine, tmp_path):
+    service = _start(engine, tmp_path, idle_s=0.05)
+    session = service.create(_ids(1, 5))
+    saved: list[str] = []
+    for seed in range(2):
+        service.append(session, _ids(seed, 17)).result(WAIT_S)
+        _wait_until(lambda: len(_names(tmp_path)) == 1 and _names(tmp_path) != saved[-1:])
+        saved.extend(_names(tmp_path))
+    assert len(set(saved)) == 2
+    service.close()
+    assert _names(tmp_path) == saved[-1:]  # nothing has changed since
+    service = _start(engine, tmp_path, idle_s=0.05)
+    assert _names(tmp_path) == saved[-1:]
+    service.close_session(session)
+    assert _names(tmp_path) == []
+    service.close()
+
+
+def _wait_until(condition):
+    until = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def _names(directory):
+    return [one.name for one in (directory / "snapshots").iterdir() if one.suffix != ".part"]
+
+
+@pytest.mark.parametrize("harm", ["damaged", "gone"])
+def test_without_its_snapshot_a_session_is_rebuilt_and_says_so(engine, tmp_path, harm):
+    service = _start(engine, tmp_path)
+    slid = service.create(_ids(1, 5), when_full="slide")
+    whole = service.create(_ids(2, 30))
+    for seed in range(8):
+        service.append(slid, _ids(seed, 17)).result(WAIT_S)
+    kept = list(engine.session(slid).token_ids)
+    service.close()
+    for name in _names(tmp_path):
+        about = tmp_path / "snapshots" / name / "about.json"
+        if harm == "gone":
+            about.unlink()
+        else:
+            about.write_text(about.read_text().replace('"evicted": ', '"evicted": 1'))
+    service = _start(engine, tmp_path)
+    answer, question = _ask(service, slid)
+    assert (answer.rebuilt, answer.version) == (True, 9)
+    assert answer.token_ids == tuple(tiny_engine.greedy([*kept, *question], 3))
+    answer, question = _ask(service, whole)
+    assert (answer.rebuilt, answer.version) == (False, 0)
+    assert answer.token_ids == tuple(tiny_engine.greedy([*_ids(2, 30), *question], 3))
+    service.close()
+
+
+def test_snapshots_need_a_journal_and_an_engine_that_copies(engine, tmp_path):
+    snapshots = Snapshots(tmp_path, fingerprint=MODEL)
+    with pytest.raises(ValueError, match="snapshots: expected a journal"):
+        LocalService(engine, snapshots=snapshots)
