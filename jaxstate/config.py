@@ -117,6 +117,15 @@ class EngineConfig:
         shortest = self.stretch_cells[-1] if self.stretch_cells else self.num_cells
         return (self.num_pages + 1) * -(-self.page_size // shortest)
 
+    def check_snapshots(self) -> None:
+        """Check that sessions can be saved.
+
+        Raises:
+          ValueError: the engine was started without.
+        """
+        if not self.copies_pages:
+            raise ValueError("snapshots: expected an engine with snapshots=True, got one without")
+
     def check_model(self, model: ModelConfig) -> None:
         """Check that sessions fit the model's positions.
 

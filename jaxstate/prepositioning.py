@@ -111,6 +111,11 @@ class Prepositions:
         self._declared[entry.token_ids] = entry
         self.ready.pop(entry.token_ids, None)
 
+    @property
+    def declared(self) -> list[Entry]:
+        """The headers that were declared."""
+        return list(self._declared.values())
+
     def is_declared(self, token_ids: Sequence[int]) -> bool:
         """Whether a header of these tokens was declared."""
         return tuple(token_ids) in self._declared

@@ -110,17 +110,19 @@ class Durable:
         if session is None:
             return None if wait_s == math.inf else wait_s
 
-        def then(session_id: str, name: str) -> None:
-            self._enqueue(functools.partial(self._end_snapshot, session_id, name))
+        def then(name: str) -> None:
+            self._enqueue(functools.partial(self._end_snapshot, session, name))
 
         self._snapshots.begin(self._verbs, session, then)
         return None  # the end of that one wakes the worker
 
-    def _end_snapshot(self, session_id: str, name: str) -> None:
+    def _end_snapshot(self, session: Session, name: str) -> None:
         assert self._snapshots is not None
         self._snapshots.end_write()
-        if name and session_id in self._verbs.sessions:
-            self._note_snapshot(session_id, name)
+        if name and self._verbs.sessions.get(session.session_id) is session:
+            self._note_snapshot(session.session_id, name)
+        else:  # closed meanwhile, maybe its id is another's
+            self._snapshots.remove(name)
 
     def _note_snapshot(self, session_id: str, name: str) -> None:
         """Name a snapshot in the journal, and only then let go of the one before."""

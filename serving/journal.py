@@ -167,13 +167,15 @@ class Journal:
     # Writing; all of it is written by the next commit
 
     def create(self, session: Session) -> None:
-        """Note a new session, whatever it starts with."""
+        """Note a session, whatever it starts with; of one that was there its numbers stay."""
+        for table in ("questions", "headers", "snapshots"):
+            self._forget(table, session.session_id)
         self._put_session(session)
 
     def close_session(self, session_id: str) -> None:
         """Forget a session."""
         for table in _OF_SESSIONS:
-            self._pending.append((f"DELETE FROM {table} WHERE session_id = ?", (session_id,)))
+            self._forget(table, session_id)
         self._changes.pop(session_id, None)
 
     def change(self, session: Session) -> None:
@@ -255,7 +257,7 @@ class Journal:
     def _put_session(self, session: Session) -> None:
         """Make all that a session is its row, and forget the changes that led there."""
         name, tokens = session.session_id, Tokens.of(session)
-        self._pending.append(("DELETE FROM changes WHERE session_id = ?", (name,)))
+        self._forget("changes", name)
         self._pending.append(
             _put(
                 "sessions", name, session.tenant, session.when_full,
@@ -275,6 +277,9 @@ class Journal:
         )
         self._changes[name] = 0
         session.saved_len = session.stream_len
+
+    def _forget(self, table: str, session_id: str) -> None:
+        self._pending.append((f"DELETE FROM {table} WHERE session_id = ?", (session_id,)))
 
     def _run(self, statement: str, values: tuple = ()) -> sqlite3.Cursor:
         return self._database.execute(statement, values)

@@ -22,6 +22,7 @@ import gc
 import itertools
 import logging
 import math
+import pathlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from typing import Any, Literal, Unpack
 
 import numpy as np
 
-from jaxstate import drift
+from jaxstate import drift, session_snapshot
 from jaxstate.answer import Answer, Evidence, Source
 from jaxstate.calibration import ShadowSample
 from jaxstate.config import EngineConfig
@@ -65,6 +66,7 @@ from jaxstate.serving.journal_rows import SavedSession
 from jaxstate.serving.pending import Pending
 from jaxstate.serving.snapshots import Snapshots
 from jaxstate.session import WhenFull, common_len
+from jaxstate.session_snapshot import SessionSnapshot
 from jaxstate.verbs import Saved
 
 logger = logging.getLogger(__name__)
@@ -143,14 +145,13 @@ class LocalService:
             start; needs a journal, and EngineConfig.snapshots.
           clock: seconds, never going back.
         Raises:
-          ValueError: snapshots without what they need.
+          ValueError: snapshots without a journal, or an engine that takes none.
           SnapshotError: the journal is damaged, or holds what this engine has no room for.
         """
-        if snapshots is not None and (journal is None or not engine.config.copies_pages):
-            raise ValueError(
-                "snapshots: expected a journal and an engine with snapshots=True, got "
-                f"journal={journal} and snapshots={engine.config.snapshots}"
-            )
+        if snapshots is not None:
+            engine.config.check_snapshots()
+            if journal is None:
+                raise ValueError("snapshots: expected a journal that names them, got none")
         largest = engine.executor.config.step_shapes[-1]
         limits = Limits(
             tokens=min(step_tokens or largest.num_tokens, largest.num_tokens),
@@ -262,15 +263,95 @@ class LocalService:
                 )
             self._engine.close(session_id)
             self._durable.closed(session_id)
-            with self._changed:
-                del self._versions[session_id], self._boards[session_id]
-                del self._prepositions[session_id], self._logs[session_id]
-                del self._memories[session_id]
-                self._outdated_since.pop(session_id, None)
-                self._bursts.pop(session_id, None)
-                self._looked_after.pop(session_id, None)
+            self._forget(session_id)
 
         self._call(close)
+
+    def snapshot(self, session_id: str, path: str | pathlib.Path, *, fingerprint: str) -> int:
+        """Save a session, its cells and registered questions to a new directory.
+
+        Args:
+          fingerprint: of the model, `LoadedModel.fingerprint`.
+        Returns:
+          the version that was saved.
+        Raises:
+          SnapshotError: the directory is there already, or cannot be written.
+          SessionError: unknown, or its cells leave the pool as soon as they come.
+        """
+        verbs = self._engine.verbs
+
+        def revive(session_id: str, token_ids: Sequence[int]) -> Steps:
+            return verbs.revive(session_id)
+
+        def submit(pending: Pending) -> None:
+            self._submit(pending, revive, session_id, (), JobClass.QUERY, cells=0)
+
+        def take() -> SessionSnapshot:
+            board, prepositions = self._boards[session_id], self._prepositions[session_id]
+            return session_snapshot.take(
+                verbs, self._engine.session(session_id), fingerprint=fingerprint,
+                registered=recovery.registered(board, prepositions),
+            )  # fmt: skip
+
+        self._engine.config.check_snapshots()
+        self._pending(JobClass.QUERY, submit).result()
+        snapshot = self._call(take)
+        session_snapshot.write(path, snapshot)
+        return snapshot.version
+
+    def restore(
+        self,
+        path: str | pathlib.Path,
+        *,
+        fingerprint: str,
+        session_id: str | None = None,
+        tenant: str | None = None,
+    ) -> str:
+        """Open a session from a snapshot, or have it replace an open one, all or nothing.
+
+        Of one that is replaced questions under way are cancelled, and its version goes on.
+
+        Args:
+          fingerprint: as for snapshot.
+          session_id, tenant: of the session; None = as they were.
+        Returns:
+          its id.
+        Raises:
+          ForeignSnapshotError: it is of another model, dtype or format, or too long.
+          SnapshotError: there is none, or it is damaged.
+          SessionError: an append to the session that is to be replaced is being computed.
+          PoolFullError: there is no room.
+        """
+        verbs = self._engine.verbs
+        self._engine.config.check_snapshots()
+        snapshot = session_snapshot.read(path, verbs, fingerprint=fingerprint)
+        name = session_id if session_id is not None else snapshot.fields["session_id"]
+        if tenant is not None:
+            snapshot.fields["tenant"] = tenant
+        board, prepositions = FlashBoard(), Prepositions(self._preposition)
+        recovery.register(snapshot.registered, board, prepositions)
+
+        def put() -> str:
+            if not self._scheduler.cancel_session(name, self._clock()):
+                raise SessionError(
+                    f"session {name}: an append is being computed; restore it when that is done"
+                )
+            session = session_snapshot.put(verbs, snapshot, name)
+            memory = self._memories.get(name)
+            with self._changed:
+                if memory is not None:
+                    self._forget(name)
+                self._open(name)
+                self._boards[name], self._prepositions[name] = board, prepositions
+                self._memories[name] = memory or self._memories[name]
+            self._durable.created(session)
+            for query in board.queries:
+                self._durable.registered(name, query)
+            for header in prepositions.declared:
+                self._durable.declared(name, header)
+            return name
+
+        return self._call(put)
 
     def describe(self, session_id: str) -> SessionInfo:
         """Say how a session stands between two steps."""
@@ -785,6 +866,16 @@ class LocalService:
         self._prepositions[session_id] = Prepositions(self._preposition)
         self._logs[session_id] = AnswerLog()
         self._memories[session_id] = AppendMemory()
+
+    def _forget(self, session_id: str) -> None:
+        """Drop what there is of a session beside its record."""
+        with self._changed:
+            del self._versions[session_id], self._boards[session_id]
+            del self._prepositions[session_id], self._logs[session_id]
+            del self._memories[session_id]
+            self._outdated_since.pop(session_id, None)
+            self._bursts.pop(session_id, None)
+            self._looked_after.pop(session_id, None)
 
     def _recover(self, saved: SavedSession, cells_before: Saved | None) -> None:
         """Open a session as the journal has it, and bring its cells back in idle time."""

@@ -1,11 +1,15 @@
-"""From what a journal has to a service's sessions as they were."""
+"""From what a journal or a snapshot has to a service's sessions as they were."""
 
 from __future__ import annotations
+
+import zlib
+from typing import Any
 
 from jaxstate.engine import Engine
 from jaxstate.errors import CapacityError, SnapshotError
 from jaxstate.flash import FlashBoard
 from jaxstate.prepositioning import Prepositions
+from jaxstate.serving import journal_rows
 from jaxstate.serving.append_memory import AppendMemory
 from jaxstate.serving.journal_rows import SavedSession
 from jaxstate.session import Session
@@ -41,3 +45,33 @@ def refill(
         prepositions.declare(header)
     for one in saved.numbers:
         memory.recall((one.writer, one.sequence), one.digest, saved.session_id, one.version)
+
+
+def registered(board: FlashBoard, prepositions: Prepositions) -> dict[str, Any]:
+    """Return what a session was registered for, with gates, as json can write it."""
+    return {
+        "questions": [
+            [
+                query.flash_id, journal_rows.question_to_json(query.question), query.risk,
+                journal_rows.gates_to_bytes(query).hex(),
+            ]
+            for query in board.queries
+        ],
+        "headers": [journal_rows.entry_to_json(header) for header in prepositions.declared],
+    }  # fmt: skip
+
+
+def register(saved: dict[str, Any], board: FlashBoard, prepositions: Prepositions) -> None:
+    """Bring back what `registered` returned.
+
+    Raises:
+      SnapshotError: it did not return this.
+    """
+    try:
+        for flash_id, question, risk, gates in saved["questions"]:
+            asked = journal_rows.question_from_json(question)
+            board.recall(journal_rows.query_of(flash_id, asked, risk, bytes.fromhex(gates)))
+        for header in saved["headers"]:
+            prepositions.declare(journal_rows.entry_from_json(header))
+    except (KeyError, TypeError, ValueError, zlib.error) as error:
+        raise SnapshotError(f"snapshot: its registrations are damaged: {error}") from error

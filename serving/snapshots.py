@@ -96,12 +96,12 @@ class Snapshots:
                 soonest = min(soonest, wait)
         return None, soonest
 
-    def begin(self, verbs: Verbs, session: Session, then: Callable[[str, str], None]) -> None:
+    def begin(self, verbs: Verbs, session: Session, then: Callable[[str], None]) -> None:
         """Save a session in the background.
 
         Args:
-          then: called from the thread with the session's id and the snapshot's name once it is
-            whole, or with "" if that did not work, which is logged.
+          then: called from the thread with the snapshot's name once it is whole, or with "" if
+            that did not work, which is logged.
         """
         self._saved[session.session_id] = session.version
         snapshot = self.take(verbs, session)
@@ -112,7 +112,7 @@ class Snapshots:
                 name = self._write(snapshot)
             except SnapshotError as error:
                 logger.warning("session %s: %s", session.session_id, error)
-            then(session.session_id, name)
+            then(name)
 
         self._writing = self._thread.submit(write)
 
@@ -135,11 +135,14 @@ class Snapshots:
 
     def note(self, session_id: str, name: str) -> None:
         """Let go of a session's snapshot for a newer one that the journal names, or for none."""
-        old = self._names.pop(session_id, "")
+        self.remove(self._names.pop(session_id, ""))
         if name:
             self._names[session_id] = name
-        if old:
-            shutil.rmtree(self._directory / old, ignore_errors=True)
+
+    def remove(self, name: str) -> None:
+        """Remove a snapshot that the journal does not name; "" = none."""
+        if name:
+            shutil.rmtree(self._directory / name, ignore_errors=True)
 
     def forget(self, session_id: str) -> None:
         """Remove what there is of a session that the journal does not know any more."""

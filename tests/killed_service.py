@@ -17,6 +17,7 @@ from jaxstate.errors import JaxStateError
 from jaxstate.flash import Question
 from jaxstate.serving.journal import Journal
 from jaxstate.serving.local_service import LocalService
+from jaxstate.serving.snapshots import Snapshots
 
 FINGERPRINT = "tiny"
 WRITERS = 3
@@ -73,9 +74,10 @@ def main() -> None:
     directory, seed, durability = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    engine = tiny_engine.build(num_pages=64)
+    engine = tiny_engine.build(num_pages=64, snapshots=True)
     journal = Journal(directory / "journal", durability=durability, fingerprint=FINGERPRINT)
-    service = LocalService(engine, journal=journal)
+    snapshots = Snapshots(directory / "snapshots", fingerprint=FINGERPRINT, idle_s=0.01)
+    service = LocalService(engine, journal=journal, snapshots=snapshots)
     for n in range(WRITERS):
         session = f"w{n}"
         if session not in service._versions:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import time
 
+import grpc
 import pytest
 import tiny_engine
 from oracle.history import History
 
+from jaxstate.errors import ForeignSnapshotError, SnapshotError
 from jaxstate.flash import Question
+from jaxstate.prepositioning import Entry
+from jaxstate.serving import rpc_errors
 from jaxstate.serving.journal import Journal
 from jaxstate.serving.local_service import LocalService
 from jaxstate.serving.snapshots import Snapshots
@@ -186,3 +190,58 @@ def test_snapshots_need_a_journal_and_an_engine_that_copies(engine, tmp_path):
     snapshots = Snapshots(tmp_path, fingerprint=MODEL)
     with pytest.raises(ValueError, match="snapshots: expected a journal"):
         LocalService(engine, snapshots=snapshots)
+    with pytest.raises(ValueError, match="expected an engine with snapshots=True"):
+        tiny_engine.engine_config().check_snapshots()
+
+
+def test_a_service_saves_a_session_and_restores_it_with_its_questions(engine, tmp_path):
+    service = _start(engine, tmp_path)
+    session, truth = service.create(_ids(1, 5), when_full="slide"), Truth(_ids(1, 5))
+    question = Question(token_ids=tuple(_ids(3, 4)), max_new_tokens=3)
+    flash = service.register(session, question, risk=0.05)
+    service.declare(session, Entry(token_ids=tuple(_ids(4, 3))))
+    for seed in range(8):
+        _stream(service, session, truth, [seed])
+        service.wait_until_idle(WAIT_S)
+    samples = len(flash.stale.samples)
+    assert service.snapshot(session, tmp_path / "one", fingerprint=MODEL) == 8
+    service.append(session, _ids(50, 9), number=("feed", 1)).result(WAIT_S)
+    assert service.restore(tmp_path / "one", fingerprint=MODEL) == session
+    _check(service, session, truth, 10)
+    assert service.append(session, _ids(50, 9), number=("feed", 1)).result(WAIT_S) == 9
+    assert service.version(session) == 10  # it was done, and undone
+    [found] = service.flash_queries(session)
+    assert (found.flash_id, found.question.key, found.risk) == (1, question.key, 0.05)
+    assert len(found.stale.samples) >= samples - 1
+    copy = service.restore(tmp_path / "one", fingerprint=MODEL, session_id="copy", tenant="t")
+    _check(service, copy, truth, 8)
+    service.close()
+    service = _start(engine, tmp_path)
+    infos = [(one.session_id, one.tenant, one.version) for one in service.describe_all()]
+    assert infos == [("copy", "t", 8), (session, "", 10)]
+    for name, version in (("copy", 8), (session, 10)):
+        _check(service, name, truth, version)
+        assert [one.question.key for one in service.flash_queries(name)] == [question.key]
+    service.close()
+
+
+@pytest.mark.parametrize("harm", ["damaged", "foreign"])
+def test_what_cannot_be_restored_leaves_the_live_session_as_it_is(engine, tmp_path, harm):
+    service = _start(engine, tmp_path)
+    session = service.create(_ids(1, 30))
+    service.snapshot(session, tmp_path / "one", fingerprint=MODEL)
+    service.append(session, _ids(2, 9)).result(WAIT_S)
+    if harm == "damaged":
+        (tmp_path / "one" / "about.json").write_text("{}")
+        code, fingerprint, error = grpc.StatusCode.DATA_LOSS, MODEL, SnapshotError
+    else:
+        code, fingerprint = grpc.StatusCode.FAILED_PRECONDITION, "another"
+        error = ForeignSnapshotError
+    with pytest.raises(error) as caught:
+        service.restore(tmp_path / "one", fingerprint=fingerprint)
+    assert rpc_errors.code_of(caught.value) is code
+    answer, question = _ask(service, session)
+    assert answer.version == 1
+    context = [*_ids(1, 30), *_ids(2, 9), *question]
+    assert answer.token_ids == tuple(tiny_engine.greedy(context, 3))
+    service.close()
