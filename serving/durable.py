@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+import logging
 import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+from jaxstate import needs
+from jaxstate.errors import CapacityError
 from jaxstate.flash import FlashQuery
 from jaxstate.prepositioning import Entry
 from jaxstate.scheduler import State, Ticket
@@ -17,6 +19,8 @@ from jaxstate.serving.journal_rows import SavedSession
 from jaxstate.serving.snapshots import Snapshots
 from jaxstate.session import Session
 from jaxstate.verbs import Saved, Verbs
+
+logger = logging.getLogger(__name__)
 
 GATE_SAMPLES = 64
 """Fresh answers to a registered question after which its gates are noted again; also when one of
@@ -84,12 +88,14 @@ class Durable:
 
     def end(self) -> None:
         """Save what has changed since it was saved, and write what was noted."""
-        if self._snapshots is not None:
-            self._snapshots.end_write()
-            for session_id, name in self._snapshots.save_now(
-                self._verbs, self._verbs.sessions.values()
-            ):
-                self._note_snapshot(session_id, name)
+        self._end_snapshot()
+        for session in list(self._verbs.sessions.values()) if self._snapshots else ():
+            if session.stored and not session.stored.is_lost:
+                try:
+                    needs.run_alone(self._verbs.executor, self._verbs.revive(session.session_id))
+                except CapacityError as error:
+                    logger.warning("session %s is not saved: %s", session.session_id, error)
+            self._note_snapshot(session, self._snapshots.save(self._verbs, session))
         self.commit()
 
     def close(self) -> None:
@@ -110,26 +116,24 @@ class Durable:
         if session is None:
             return None if wait_s == math.inf else wait_s
 
-        def then(name: str) -> None:
-            self._enqueue(functools.partial(self._end_snapshot, session, name))
-
-        self._snapshots.begin(self._verbs, session, then)
+        self._snapshots.begin(self._verbs, session, lambda: self._enqueue(self._end_snapshot))
         return None  # the end of that one wakes the worker
 
-    def _end_snapshot(self, session: Session, name: str) -> None:
-        assert self._snapshots is not None
-        self._snapshots.end_write()
-        if name and self._verbs.sessions.get(session.session_id) is session:
-            self._note_snapshot(session.session_id, name)
-        else:  # closed meanwhile, maybe its id is another's
-            self._snapshots.remove(name)
+    def _end_snapshot(self) -> None:
+        """Note the snapshot that is under way, if there is one, when it is written."""
+        written = self._snapshots.end() if self._snapshots else None
+        if written:
+            self._note_snapshot(*written)
 
-    def _note_snapshot(self, session_id: str, name: str) -> None:
-        """Name a snapshot in the journal, and only then let go of the one before."""
+    def _note_snapshot(self, session: Session, name: str) -> None:
+        """Name a snapshot in the journal, and only then let go of the one before; "" = none."""
         assert self._journal is not None and self._snapshots is not None
-        self._journal.snapshot(session_id, name)
-        self._journal.commit()
-        self._snapshots.note(session_id, name)
+        if self._verbs.sessions.get(session.session_id) is not session:
+            self._snapshots.remove(name)  # closed meanwhile, maybe its id is another's
+        elif name:
+            self._journal.snapshot(session.session_id, name)
+            self._journal.commit()
+            self._snapshots.note(session.session_id, name)
 
     # What is noted
 

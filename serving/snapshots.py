@@ -49,7 +49,7 @@ class Snapshots:
         self._rests: dict[str, _Rest] = {}
         self._saved: dict[str, int] = {}  # version of each session's newest, or of that under way
         self._names: dict[str, str] = {}
-        self._writing: concurrent.futures.Future | None = None
+        self._writing: tuple[Session, concurrent.futures.Future[str]] | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxstate-snapshots")
 
     def recall(self, saved: Iterable[SavedSession]) -> None:
@@ -96,42 +96,35 @@ class Snapshots:
                 soonest = min(soonest, wait)
         return None, soonest
 
-    def begin(self, verbs: Verbs, session: Session, then: Callable[[str], None]) -> None:
-        """Save a session in the background.
+    def begin(self, verbs: Verbs, session: Session, then: Callable[[], None]) -> None:
+        """Save a session in the background; `then` is called from the thread just before its end.
 
-        Args:
-          then: called from the thread with the snapshot's name once it is whole, or with "" if
-            that did not work, which is logged.
+        See `end` for what comes of it.
         """
         self._saved[session.session_id] = session.version
         snapshot = self.take(verbs, session)
 
-        def write() -> None:
-            name = ""
-            try:
-                name = self._write(snapshot)
-            except SnapshotError as error:
-                logger.warning("session %s: %s", session.session_id, error)
-            then(name)
+        def write() -> str:
+            name = self._write(snapshot)
+            then()
+            return name
 
-        self._writing = self._thread.submit(write)
+        self._writing = session, self._thread.submit(write)
 
-    def end_write(self) -> None:
-        """Wait for what is being written; the next one may begin."""
-        if self._writing is not None:
-            self._writing.result()
-            self._writing = None
+    def end(self) -> tuple[Session, str] | None:
+        """Wait for what is being written; the next one may begin.
 
-    def save_now(self, verbs: Verbs, sessions: Iterable[Session]) -> list[tuple[str, str]]:
-        """Save all that has changed since it was saved; returns (session's id, name) of each."""
-        found = []
-        for session in sessions:
-            if self._is_new(session):
-                try:
-                    found.append((session.session_id, self._write(self.take(verbs, session))))
-                except SnapshotError as error:
-                    logger.warning("session %s: %s", session.session_id, error)
-        return found
+        Returns:
+          the session and the snapshot's name, "" if it could not be written; None if nothing was.
+        """
+        if self._writing is None:
+            return None
+        (session, future), self._writing = self._writing, None
+        return session, future.result()
+
+    def save(self, verbs: Verbs, session: Session) -> str:
+        """Save a session now if it has changed since it was saved; returns the snapshot's name."""
+        return self._write(self.take(verbs, session)) if self._is_new(session) else ""
 
     def note(self, session_id: str, name: str) -> None:
         """Let go of a session's snapshot for a newer one that the journal names, or for none."""
@@ -160,7 +153,13 @@ class Snapshots:
         return bool(at_rest) and self._saved.get(session.session_id) != session.version
 
     def _write(self, snapshot: SessionSnapshot) -> str:
-        digest = hashlib.sha256(snapshot.fields["session_id"].encode()).hexdigest()[:12]
+        """Write a snapshot and return its name, or "" if that is not possible, which is logged."""
+        session_id = snapshot.fields["session_id"]
+        digest = hashlib.sha256(session_id.encode()).hexdigest()[:12]
         name = f"{digest}-{snapshot.version}-{secrets.token_hex(4)}"
-        session_snapshot.write(self._directory / name, snapshot)
+        try:
+            session_snapshot.write(self._directory / name, snapshot)
+        except SnapshotError as error:
+            logger.warning("session %s is not saved: %s", session_id, error)
+            return ""
         return name

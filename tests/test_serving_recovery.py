@@ -8,6 +8,7 @@ import functools
 import json
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import killed_service
 import pytest
 import tiny_engine
 
-from jaxstate.errors import ClosedError, JournalError, SnapshotError
+from jaxstate.errors import ClosedError, InputError, JournalError, SnapshotError
 from jaxstate.flash import Question
 from jaxstate.prepositioning import Entry
 from jaxstate.serving.journal import Journal
@@ -226,6 +227,23 @@ def test_a_killed_service_starts_again_with_all_that_was_acknowledged(engine, tm
 @pytest.mark.long
 def test_a_service_killed_many_times_loses_nothing_and_doubles_nothing(engine, tmp_path):
     assert _kill_and_restart(engine, tmp_path, times=30, seed=2) > 3
+
+
+def test_a_numbered_append_that_comes_again_after_a_kill_is_applied_once(engine, tmp_path):
+    service = LocalService(engine, journal=_journal(tmp_path / "live"))
+    session = service.create(_ids(1, 5))
+    for number in (1, 2):
+        service.append(session, _ids(number, 4), number=("feed", number)).result(WAIT_S)
+    shutil.copytree(tmp_path / "live", tmp_path / "killed")  # what a kill would leave now
+    service.close()
+    engine.close(session)
+    service = LocalService(engine, journal=_journal(tmp_path / "killed"))
+    assert service.append(session, _ids(2, 4), number=("feed", 2)).result(WAIT_S) == 2
+    with pytest.raises(InputError, match="expected the tokens that writer"):
+        service.append(session, _ids(9, 4), number=("feed", 1))
+    assert service.append(session, _ids(3, 4), number=("feed", 3)).result(WAIT_S) == 3
+    assert engine.session(session).token_ids == [*_ids(1, 5), *_ids(1, 4), *_ids(2, 4), *_ids(3, 4)]
+    service.close()
 
 
 def _question(seed, **how):

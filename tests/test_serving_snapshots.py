@@ -10,6 +10,7 @@ import pytest
 import tiny_engine
 from oracle.history import History
 
+from jaxstate import session_snapshot
 from jaxstate.errors import ForeignSnapshotError, SnapshotError
 from jaxstate.flash import Question
 from jaxstate.prepositioning import Entry
@@ -25,7 +26,7 @@ CONTEXT, QUANTUM = 96, 8  # of the tiny engine
 
 @functools.cache
 def _compiled():
-    return tiny_engine.build(num_pages=64, snapshots=True)
+    return tiny_engine.build(num_pages=64, snapshots=True, host_bytes=1 << 20)
 
 
 @pytest.fixture
@@ -107,6 +108,36 @@ def test_a_slid_session_that_was_saved_at_the_end_goes_on_as_if_nothing_had_been
     assert engine.executor.tokens_forwarded - forwarded < 16  # the question alone
     _stream(service, session, truth, range(20, 23))
     _check(service, session, truth, 11)
+    service.close()
+
+
+def test_what_is_being_saved_when_a_service_ends_is_saved(engine, tmp_path, monkeypatch):
+    write = session_snapshot.write
+    monkeypatch.setattr(session_snapshot, "write", lambda *args: (time.sleep(0.3), write(*args)))
+    service = _start(engine, tmp_path, idle_s=0.0)
+    session, truth = service.create(_ids(1, 5), when_full="slide"), Truth(_ids(1, 5))
+    _stream(service, session, truth, range(7))
+    _wait_until(lambda: service._durable._snapshots._writing)
+    assert not any("-7-" in name for name in _names(tmp_path))
+    service.close()
+    [name] = _names(tmp_path)
+    assert "-7-" in name
+    service = _start(engine, tmp_path)
+    _check(service, session, truth, 7)
+    service.close()
+
+
+def test_what_waits_outside_of_the_pool_is_saved_at_the_end(engine, tmp_path):
+    service = _start(engine, tmp_path)
+    sessions = [service.create(_ids(n, 5), when_full="slide") for n in range(3)]
+    truths = [Truth(_ids(n, 5)) for n in range(3)]
+    for session, truth in zip(sessions, truths, strict=True):
+        _stream(service, session, truth, range(7))
+    service._call(lambda: engine.move_out(sessions[0], "host"))
+    service.close()
+    service = _start(engine, tmp_path)
+    for session, truth in zip(sessions, truths, strict=True):
+        _check(service, session, truth, 7)
     service.close()
 
 
