@@ -47,9 +47,8 @@ from jaxstate.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
-Saved = Callable[[], tuple[Session, Cells, np.ndarray, Sequence[Change]]]
-"""Reads an earlier state of a session: its record, cells, their shifts, and all changes since; or
-raises SnapshotError."""
+Earlier = tuple[Session, Cells, np.ndarray, Sequence[Change]]
+"""An earlier state of a session: its record, cells and their shifts, and all changes since."""
 
 _TEXT_CONTEXT = 8  # ids before an answer that can hold the beginning of its first character
 
@@ -64,7 +63,11 @@ class Verbs:
         config: EngineConfig,
         tokenizer: Tokenizer | None,
     ):
-        """Start without sessions; `on_change` is called with every session that is changed."""
+        """Start without sessions.
+
+        `on_change` is called with every session that is changed. `earlier` returns what was saved
+        of one whose cells are lost, None if nothing was; SnapshotError if that is worth nothing.
+        """
         self.model = model
         self.config = config
         self.executor = executor
@@ -73,6 +76,7 @@ class Verbs:
         self.prefixes = Prefixes(self.pages, self.sessions, config.prefix_share)
         self.tiers = Tiers(executor, self.pages, self.sessions, kept=self.prefixes.tree)
         self.on_change: Callable[[Session], None] = lambda session: None
+        self.earlier: Callable[[Session], Earlier | None] = lambda session: None
         self._blocks_kept = config.selector.kept if config.selector else None
         self._tokenizer = tokenizer
         self._owners = itertools.count()
@@ -181,20 +185,10 @@ class Verbs:
         self.tiers.touch(session)
         self.sessions[session.session_id] = session
 
-    def revive(self, session_id: str, saved: Saved | None = None) -> Steps:
-        """Bring a session's cells into the pool before anybody asks; lost ones are computed.
-
-        Args:
-          saved: gives an earlier state of the session with its cells, and what has changed since,
-            for lost ones that need not be computed from the start.
-        """
+    def revive(self, session_id: str) -> Steps:
+        """Bring a session's cells into the pool before anybody asks; lost ones are computed."""
         session = self.session(session_id)
         with self._using(session):
-            if saved and session.stored and session.stored.is_lost:
-                try:
-                    yield from self._replay(session, *saved())
-                except SnapshotError as error:
-                    logger.warning("session %s: %s", session_id, error)
             yield from self._resident(session)
 
     def close(self, session_id: str) -> None:
@@ -480,8 +474,16 @@ class Verbs:
         Args:
           count: tokens that are to go on pages behind it.
         """
-        if not self._bring_back(session, count):
-            yield from self._rebuild(session)
+        if self._bring_back(session, count):
+            return
+        try:
+            earlier = self.earlier(session)
+            if earlier is not None:
+                yield from self._replay(session, *earlier)
+                return
+        except SnapshotError as error:
+            logger.warning("session %s: %s", session.session_id, error)
+        yield from self._rebuild(session)
 
     def _bring_back(self, session: Session, count: int = 0) -> bool:
         """Bring a session's cells into the pool at once; False where they are lost."""

@@ -18,7 +18,7 @@ from jaxstate.serving.journal import Journal
 from jaxstate.serving.journal_rows import SavedSession
 from jaxstate.serving.snapshots import Snapshots
 from jaxstate.session import Session
-from jaxstate.verbs import Saved, Verbs
+from jaxstate.verbs import Earlier, Verbs
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +50,22 @@ class Durable:
         self._gates: dict[tuple[str, int], tuple[int, Any]] = {}  # evaluations and what was found
         if journal is not None:
             verbs.on_change = journal.change
+            verbs.earlier = self._earlier
 
-    def recover(self) -> list[tuple[SavedSession, Saved | None]]:
-        """Return the sessions of the journal, each with what reads its cells if they were saved."""
-        if self._journal is None:
-            return []
-        saved = self._journal.read()
-        if self._snapshots is None:
-            return [(one, None) for one in saved]
-        self._snapshots.recall(saved)
-        return [(one, self._snapshots.reader(one, self._verbs)) for one in saved]
+    def recover(self) -> list[SavedSession]:
+        """Return the sessions of the journal."""
+        saved = self._journal.read() if self._journal is not None else []
+        if self._snapshots is not None:
+            self._snapshots.recall(saved)
+        return saved
+
+    def _earlier(self, session: Session) -> Earlier | None:
+        """Return what was saved of a session whose cells are lost."""
+        if self._journal is None or self._snapshots is None:
+            return None
+        self._journal.commit()  # its changes until now
+        [saved] = self._journal.read(session.session_id)
+        return self._snapshots.earlier(saved, self._verbs)
 
     # What callers wait for
 
@@ -105,6 +111,7 @@ class Durable:
         if self._journal is not None:
             self._journal.close()
             self._verbs.on_change = lambda session: None
+            self._verbs.earlier = lambda session: None
 
     # Snapshots
 

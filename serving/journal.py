@@ -133,35 +133,36 @@ class Journal:
 
     # Reading
 
-    def read(self) -> list[SavedSession]:
-        """Return the sessions as they were last, every row checked.
+    def read(self, session_id: str | None = None) -> list[SavedSession]:
+        """Return the sessions as they were last, or one of them, every row checked.
 
         Raises:
           SnapshotError: it is damaged.
         """
         with self._reading():
-            found = {row[0]: _session(row) for row in self._rows("sessions")}
-            for session_id, version, begin, evicted, floor, rebuilt, ids in self._rows("changes"):
+            found = {row[0]: _session(row) for row in self._rows("sessions", session_id)}
+            rows = self._rows("changes", session_id)
+            for name, version, begin, evicted, floor, rebuilt, ids in rows:
                 change = Change(
                     version=version, begin=begin, evicted=evicted, stream_floor=floor,
                     rebuilt=bool(rebuilt), token_ids=journal_rows.unpack_ids(ids),
                 )  # fmt: skip
-                session = found[session_id]
-                session.tokens.apply(change, f"journal {self.path}, session {session_id}")
-                session.changes.append(change)
-                self._changes[session_id] += 1
-            for session_id, writer, sequence, digest, version in self._rows("numbers"):
-                found[session_id].numbers.append(
+                found[name].tokens.apply(change, f"journal {self.path}, session {name}")
+                found[name].changes.append(change)
+            for name, writer, sequence, digest, version in self._rows("numbers", session_id):
+                found[name].numbers.append(
                     NumberedAppend(writer=writer, sequence=sequence, digest=digest, version=version)
                 )
-            for session_id, flash_id, question, risk, gates in self._rows("questions"):
+            for name, flash_id, question, risk, gates in self._rows("questions", session_id):
                 asked = journal_rows.question_from_json(question)
                 query = journal_rows.query_of(flash_id, asked, risk, gates)
-                found[session_id].queries.append(query)
-            for session_id, _, entry in self._rows("headers"):
-                found[session_id].headers.append(journal_rows.entry_from_json(entry))
-            for session_id, name in self._rows("snapshots"):
-                found[session_id].snapshot = name
+                found[name].queries.append(query)
+            for name, _, entry in self._rows("headers", session_id):
+                found[name].headers.append(journal_rows.entry_from_json(entry))
+            for name, snapshot in self._rows("snapshots", session_id):
+                found[name].snapshot = snapshot
+            for name, session in found.items():
+                self._changes[name] = len(session.changes)
         return list(found.values())
 
     # Writing; all of it is written by the next commit
@@ -284,10 +285,15 @@ class Journal:
     def _run(self, statement: str, values: tuple = ()) -> sqlite3.Cursor:
         return self._database.execute(statement, values)
 
-    def _rows(self, table: str) -> list[tuple[Any, ...]]:
-        """Read a table in the order in which it was written, without the checksums."""
+    def _rows(self, table: str, session_id: str | None = None) -> list[tuple[Any, ...]]:
+        """Read a table, or what of it is a session's, in the order in which it was written.
+
+        Without the checksums.
+        """
         order = {"changes": "version", "questions": "flash_id"}.get(table, "rowid")
-        rows = self._run(f"SELECT * FROM {table} ORDER BY {order}").fetchall()
+        where = "" if session_id is None else "WHERE session_id = ?"
+        values = () if session_id is None else (session_id,)
+        rows = self._run(f"SELECT * FROM {table} {where} ORDER BY {order}", values).fetchall()
         for index, (*row, crc) in enumerate(rows):
             if crc != journal_rows.checksum(row):
                 raise self._damaged(f"row {index} of {table} is not what was written")

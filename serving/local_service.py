@@ -67,7 +67,6 @@ from jaxstate.serving.pending import Pending
 from jaxstate.serving.snapshots import Snapshots
 from jaxstate.session import WhenFull, common_len
 from jaxstate.session_snapshot import SessionSnapshot
-from jaxstate.verbs import Saved
 
 logger = logging.getLogger(__name__)
 
@@ -185,8 +184,8 @@ class LocalService:
         self._reviving: dict[str, Ticket] = {}  # sessions whose cells are on their way
         self._closing = False
         self._durable = Durable(journal, snapshots, engine.verbs, self._soon)
-        for saved, cells in self._durable.recover():
-            self._recover(saved, cells)
+        for saved in self._durable.recover():
+            self._recover(saved)
         self._failure: BaseException | None = None
         self._step_s = 0.01  # of late
         self._thread = threading.Thread(target=self._run, name="jaxstate-worker", daemon=True)
@@ -280,11 +279,8 @@ class LocalService:
         """
         verbs = self._engine.verbs
 
-        def revive(session_id: str, token_ids: Sequence[int]) -> Steps:
-            return verbs.revive(session_id)
-
         def submit(pending: Pending) -> None:
-            self._submit(pending, revive, session_id, (), JobClass.QUERY, cells=0)
+            self._submit_revival(pending, session_id, JobClass.QUERY, cells=0)
 
         def take() -> SessionSnapshot:
             board, prepositions = self._boards[session_id], self._prepositions[session_id]
@@ -877,23 +873,30 @@ class LocalService:
             self._bursts.pop(session_id, None)
             self._looked_after.pop(session_id, None)
 
-    def _recover(self, saved: SavedSession, cells_before: Saved | None) -> None:
+    def _recover(self, saved: SavedSession) -> None:
         """Open a session as the journal has it, and bring its cells back in idle time."""
         name = saved.session_id
         recovery.recover(self._engine, saved)
         self._open(name)
         recovery.refill(saved, self._boards[name], self._prepositions[name], self._memories[name])
+        self._revive(name)
 
-        def revive(session_id: str, token_ids: Sequence[int]) -> Steps:
-            return self._engine.verbs.revive(session_id, cells_before)
-
+    def _revive(self, session_id: str) -> None:
+        """Bring a session's lost cells back in idle time; verbs on it wait for that."""
+        cells = self._engine.session(session_id).context_len
+        pending = Pending(self._changed, None)
         try:
-            cells = self._engine.session(name).context_len
-            pending = Pending(self._changed, None)
-            ticket = self._submit(pending, revive, name, (), JobClass.ADVANCE, cells=cells)
-            self._reviving[name] = ticket
+            self._reviving[session_id] = self._submit_revival(pending, session_id, cells=cells)
         except CapacityError as error:
-            logger.warning("session %s: its cells will not come back: %s", name, error)
+            logger.warning("session %s: its cells will not come back: %s", session_id, error)
+
+    def _submit_revival(
+        self, pending: Pending, session_id: str, job_class=JobClass.ADVANCE, *, cells: int
+    ) -> Ticket:
+        def begin(session_id: str, token_ids: Sequence[int]) -> Steps:
+            return self._engine.verbs.revive(session_id)
+
+        return self._submit(pending, begin, session_id, (), job_class, cells=cells)
 
     def _submit_question(
         self,

@@ -16,7 +16,7 @@ from jaxstate.errors import SnapshotError
 from jaxstate.serving.journal_rows import SavedSession
 from jaxstate.session import Session
 from jaxstate.session_snapshot import SessionSnapshot
-from jaxstate.verbs import Saved, Verbs
+from jaxstate.verbs import Earlier, Verbs
 
 logger = logging.getLogger(__name__)
 
@@ -59,22 +59,22 @@ class Snapshots:
             if path.name not in self._names.values():
                 shutil.rmtree(path, ignore_errors=True)
 
-    def reader(self, saved: SavedSession, verbs: Verbs) -> Saved | None:
-        """Return what reads a session's newest snapshot and what has changed since."""
+    def earlier(self, saved: SavedSession, verbs: Verbs) -> Earlier | None:
+        """Read a session's newest snapshot, if there is one, and what has changed since.
+
+        Raises:
+          SnapshotError: it is damaged, foreign, or older than what the journal keeps one by one.
+        """
         if not saved.snapshot:
             return None
-
-        def read():
-            path = self._directory / saved.snapshot
-            snapshot = session_snapshot.read(path, verbs, fingerprint=self._fingerprint)
-            past = snapshot.record()
-            changes = [one for one in saved.changes if one.version > past.version]
-            if past.version + len(changes) != saved.tokens.version:
-                raise SnapshotError(f"snapshot {path}: not all changes since are kept one by one")
-            self._saved[saved.session_id] = past.version
-            return past, snapshot.cells, snapshot.shifts, changes
-
-        return read
+        path = self._directory / saved.snapshot
+        snapshot = session_snapshot.read(path, verbs, fingerprint=self._fingerprint)
+        past = snapshot.record()
+        changes = [one for one in saved.changes if one.version > past.version]
+        if past.version + len(changes) != saved.tokens.version:
+            raise SnapshotError(f"snapshot {path}: not all changes since are kept one by one")
+        self._saved[saved.session_id] = past.version
+        return past, snapshot.cells, snapshot.shifts, changes
 
     def take(self, verbs: Verbs, session: Session) -> SessionSnapshot:
         """Copy a session, see session_snapshot.take."""

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import killed_service
@@ -229,6 +230,36 @@ def test_a_service_killed_many_times_loses_nothing_and_doubles_nothing(engine, t
     assert _kill_and_restart(engine, tmp_path, times=30, seed=2) > 3
 
 
+def test_the_journal_has_what_a_session_is_after_every_verb(engine, tmp_path):
+    service = LocalService(engine, journal=_journal(tmp_path / "live"))
+    session = service.create(_ids(1, 3), when_full="slide")
+    verbs = [
+        lambda: service.append(session, _ids(1, 70)),
+        lambda: service.rollback(session, 4),
+        lambda: service.append(session, _ids(2, 29)),  # slides
+        lambda: service.rollback(session, 2),
+        lambda: service.rollback(session, 3),
+        lambda: service.update(session, engine.session(session).token_ids[3:80]),  # cuts
+        lambda: service.update(session, engine.session(session).token_ids[3:70] + _ids(3, 4)),
+        lambda: service.query(session, _question(4, max_new_tokens=20), commit=True),
+        lambda: service.query(session, _question(5, max_new_tokens=9), commit=True),
+    ]
+    for turn, verb in enumerate(verbs):
+        verb().result(WAIT_S)
+        if turn == 2:
+            service.fork(session, new_id="fork")
+        copy_of = tmp_path / f"killed{turn}"
+        shutil.copytree(tmp_path / "live", copy_of)
+        found = _saved(copy_of)
+        assert sorted(found) == sorted(engine.session_ids)
+        for name, model in found.items():
+            record = engine.session(name)
+            assert [*model.frozen, *model.stream] == record.token_ids
+            assert (model.version, model.evicted) == (record.version, record.evicted)
+    assert engine.session(session).evicted == 24 and len(found) == 2
+    service.close()
+
+
 def test_a_numbered_append_that_comes_again_after_a_kill_is_applied_once(engine, tmp_path):
     service = LocalService(engine, journal=_journal(tmp_path / "live"))
     session = service.create(_ids(1, 5))
@@ -314,7 +345,8 @@ def test_without_room_for_a_saved_session_a_service_does_not_start(engine, tmp_p
         LocalService(small, journal=_journal(tmp_path))
 
 
-def test_nobody_is_told_of_what_could_not_be_written(engine, tmp_path, recwarn):
+def test_nobody_is_told_of_what_could_not_be_written(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # the worker ends by it
     journal = _journal(tmp_path)
     service = LocalService(engine, journal=journal)
     session = service.create(_ids(1, 9))
@@ -324,6 +356,7 @@ def test_nobody_is_told_of_what_could_not_be_written(engine, tmp_path, recwarn):
         service.append(session, _ids(3, 9)).result(WAIT_S)
     with pytest.raises(ClosedError, match="could not be written"):
         service.append(session, _ids(3, 9))
+    service.close()
     engine.close(session)
     assert _saved(tmp_path)[session].stream == _ids(2, 9)
 
