@@ -23,6 +23,10 @@ class PoolFullError(CapacityError):
     retry_after_s = 1.0
 
 
+class PoolLostError(JaxStateError):
+    """A step failed on the device and took the pool with it; ask again, cells are rebuilt."""
+
+
 class BusyError(JaxStateError):
     """Too much waits already; `retry_after_s` says when to come again, about."""
 

@@ -19,7 +19,7 @@ import platformdirs
 from jaxstate import page_copy, sampling
 from jaxstate import rows as rows_module
 from jaxstate.config import EngineConfig
-from jaxstate.errors import CapacityError
+from jaxstate.errors import CapacityError, PoolLostError
 from jaxstate.kernels_pallas import dispatch
 from jaxstate.kernels_pallas.gate_scan_xla import GateSummary
 from jaxstate.models import decoder
@@ -29,7 +29,7 @@ from jaxstate.models.quantized import QuantizedMatrix
 from jaxstate.models.sharding import Sharding, place
 from jaxstate.rows import Group
 from jaxstate.sampling import Sampling
-from jaxstate.state import Outputs, StepShape, init_pool
+from jaxstate.state import Outputs, Pool, StepShape, init_pool
 from jaxstate.step import step
 
 logger = logging.getLogger(__name__)
@@ -115,6 +115,8 @@ class Executor:
         self.config = config
         self.tokens_forwarded = 0
         self.steps = 0
+        self.pools_lost = 0
+        self.on_pool_lost: Callable[[], None] = lambda: None
         # FLOPs: two per parameter, four per cell, layer and element of the query heads.
         width = model.num_heads * model.head_dim * model.num_layers
         self._token_cells = num_params(model) / (2 * width)
@@ -127,9 +129,7 @@ class Executor:
             and sharding is None
             and not isinstance(matrix, QuantizedMatrix)
         )
-        self._pool = init_pool(
-            model, config.num_pages, config.page_size, sharding, bounds=config.selector is not None
-        )
+        self._pool = self._new_pool()
         words = -(-model.vocab_size // 32)
         everywhere = self._everywhere
         self._allowed_bits = jnp.full((1, words), 0xFFFFFFFF, jnp.uint32, device=everywhere)
@@ -154,6 +154,8 @@ class Executor:
 
         Raises:
           CapacityError: no compiled shape holds them.
+          PoolLostError: it failed on the device. The pool was donated to it, so there is a new one
+            with nothing in it, which `on_pool_lost` has been told of.
         """
         shape = rows_module.choose_shape(groups, self.config.step_shapes, self._token_cells)
         if shape is None:
@@ -162,12 +164,22 @@ class Executor:
                 f"the largest is {self.config.step_shapes[-1]}"
             )
         packed = rows_module.pack(groups, shape, self.config)
-        self._pool, outputs = self._steps[shape](
-            self._params, self._pool, packed, self._allowed_bits
-        )
+        try:
+            self._pool, outputs = self._steps[shape](
+                self._params, self._pool, packed, self._allowed_bits
+            )
+            result = StepResult(self, outputs)
+        except Exception as error:
+            self._pool = self._new_pool()
+            self.pools_lost += 1
+            self.on_pool_lost()
+            raise PoolLostError(
+                f"step of {shape.num_tokens} tokens failed on the device: {error}; ask again, "
+                "what the pool held is rebuilt"
+            ) from error
         self.steps += 1
         self.tokens_forwarded += sum(len(row.token_ids) for group in groups for row in group.rows)
-        return StepResult(self, outputs)
+        return result
 
     def cost(self, groups: Sequence[Group]) -> float:
         """Estimate what the groups cost in one step, see rows.step_cost; inf = too much."""
@@ -235,6 +247,13 @@ class Executor:
     def call(self, name: str, *args):
         """Run a compiled helper; `logits` arrays of different row counts have one each."""
         return self._calls[(name, args[0].shape)](*args)
+
+    def _new_pool(self) -> Pool:
+        config = self.config
+        return init_pool(
+            self.model, config.num_pages, config.page_size, self._sharding,
+            bounds=config.selector is not None,
+        )  # fmt: skip
 
     def _compile(self, progress: Progress | None) -> None:
         """Compile helpers and steps; XLA reports nothing itself, hence the callback."""

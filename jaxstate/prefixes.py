@@ -50,6 +50,11 @@ class Prefixes:
         if token_ids is not None and keep:
             self._keep(tenant, token_ids, tail.entries())
 
+    def forget_all(self) -> None:
+        """Forget what is kept and what is being computed: the pool is empty."""
+        self.tree.clear()
+        self._running.clear()
+
     def keep_session(self, session: Session) -> None:
         """Keep the context of a session that is about to be closed."""
         if self.is_on and session.stored is None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxstate import grouped_prefill
 from jaxstate.answer import Token
-from jaxstate.errors import CapacityError, PoolFullError
+from jaxstate.errors import CapacityError, PoolFullError, PoolLostError
 from jaxstate.executor import Executor
 from jaxstate.grouped_prefill import Prefill
 from jaxstate.needs import Need, Ran, Steps, TokenSteps, run_together
@@ -92,6 +92,7 @@ class _Running:
     ticket: Ticket
     begin: Callable[[], Steps | TokenSteps]
     job: Job
+    queued: Job  # the job before it began
     steps: Steps | TokenSteps | None = None
     need: Need | None = None
     prefill: Prefill | None = None
@@ -184,7 +185,7 @@ class Scheduler:
             outputs=0, pages=self._pages_of(cells), arrived=now, deadline=deadline, after=after,
             exclusive=exclusive,
         )  # fmt: skip
-        running = _Running(ticket=ticket, begin=begin, job=job)
+        running = _Running(ticket=ticket, begin=begin, job=job, queued=job)
         running.can_stop = job_class is not JobClass.APPEND if can_stop is None else can_stop
         if len(prefix) and self._prefixes:
             running.prefill = Prefill(
@@ -236,7 +237,7 @@ class Scheduler:
         Where nothing runs that would give pages back, the first in line for some begins with what
         can be had for it, or fails.
         A verb that raises ends FAILED; those beside it go on. If the step itself fails, so does
-        every verb that had tokens in it, and no other.
+        every verb that had tokens in it; others begin anew, but for those that had begun to answer.
 
         Args:
           clock: tells when the step has ended; None = at once.
@@ -369,6 +370,8 @@ class Scheduler:
                 return
             for running, _, _ in chosen:
                 self._fail(running, error, now)
+            if isinstance(error, PoolLostError):
+                self._begin_anew(error, now)
             return
         ended = clock()
         for (running, need, _), ran in zip(chosen, found, strict=True):
@@ -380,6 +383,20 @@ class Scheduler:
                 self._next(running, ran, ended)
             except Exception as error:
                 self._fail(running, error, ended)
+
+    def _begin_anew(self, error: PoolLostError, now: float) -> None:
+        """Put back what had begun, whose cells are gone as well; what had begun to answer fails."""
+        for running in [one for one in self._running.values() if one.steps is not None]:
+            if running.ticket.tokens:
+                self._fail(running, error, now)
+                continue
+            assert running.steps is not None
+            running.steps.close()
+            running.steps = running.need = None
+            running.job = dataclasses.replace(
+                running.queued, job_class=running.job.job_class, arrived=running.job.arrived
+            )
+            running.ticket.state, running.ticket.started = State.WAITING, None
 
     def _next(self, running: _Running, ran: Ran | None, now: float) -> None:
         """Go on to the verb's next need, noting tokens on the way, or to its end."""

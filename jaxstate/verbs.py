@@ -79,6 +79,7 @@ class Verbs:
         self.earlier: Callable[[Session], Earlier | None] = lambda session: None
         self._blocks_kept = config.selector.kept if config.selector else None
         self._tokenizer = tokenizer
+        executor.on_pool_lost = self._lose_all
         self._owners = itertools.count()
         self._names = itertools.count(1)
 
@@ -531,6 +532,14 @@ class Verbs:
             self.pages.hold(growth.entries)
             cell_copy.put(self.executor, growth, cells)
             session.entries = growth.entries
+
+    def _lose_all(self) -> None:
+        """Note that the pool is empty. Verbs that have begun must not go on."""
+        self.prefixes.forget_all()
+        for session in self.sessions.values():
+            self.tiers.forget_paid(session)
+            if session.entries:
+                self.tiers.lose(session)
 
     def _replay(
         self, session: Session, past: Session, cells: Cells, shifts: np.ndarray,

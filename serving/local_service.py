@@ -890,6 +890,12 @@ class LocalService:
         except CapacityError as error:
             logger.warning("session %s: its cells will not come back: %s", session_id, error)
 
+    def _revive_all(self) -> None:
+        """Bring back what was lost with the pool."""
+        for name, session in self._engine.verbs.sessions.items():
+            if name in self._versions and session.stored and session.stored.is_lost:
+                self._revive(name)
+
     def _submit_revival(
         self, pending: Pending, session_id: str, job_class=JobClass.ADVANCE, *, cells: int
     ) -> Ticket:
@@ -1070,6 +1076,7 @@ class LocalService:
     def _work(self, compilations: Compilations) -> None:
         """Run commands and steps until the service is closed."""
         rest_s = None  # until there is something to save
+        pools_lost = self._engine.executor.pools_lost
         while True:
             with self._changed:
                 self._notify()
@@ -1091,6 +1098,9 @@ class LocalService:
                 took = self._clock() - began
                 self.metrics.note_step(took)
                 self._step_s += 0.1 * (took - self._step_s)
+            if self._engine.executor.pools_lost > pools_lost:
+                pools_lost = self._engine.executor.pools_lost
+                self._revive_all()
             self.metrics.compilations = compilations.count
             self._durable.commit()
             with self._changed:

@@ -24,6 +24,7 @@ _CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
     (errors.PoolFullError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.CapacityError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.PoolLostError, grpc.StatusCode.UNAVAILABLE),
     (errors.ExpiredError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.ClosedError, grpc.StatusCode.UNAVAILABLE),
     (errors.CancelledError, grpc.StatusCode.ABORTED),  # by somebody else: its session was closed

@@ -6,11 +6,12 @@ import functools
 import time
 
 import grpc
+import numpy as np
 import pytest
 import tiny_engine
 from oracle.history import History
 
-from jaxstate import session_snapshot
+from jaxstate import cell_copy, session_snapshot
 from jaxstate.errors import ForeignSnapshotError, SnapshotError
 from jaxstate.flash import Question
 from jaxstate.prepositioning import Entry
@@ -157,9 +158,12 @@ def test_what_came_after_a_snapshot_is_done_again_as_it_was(engine, tmp_path):
         truth.turn(question, answer.token_ids)
     _stream(service, session, truth, range(40, 42))
     _check(service, session, truth, 14)
+    before = _cells(service, session)
     service.close()
     service = _start(engine, tmp_path)
     _check(service, session, truth, 14)
+    for one, other in zip(before, _cells(service, session), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)  # as computed in other steps
     service.close()
 
 
@@ -186,6 +190,14 @@ def _wait_until(condition):
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.005)
+
+
+def _cells(service, session):
+    """The cells that a session sees, in order of position, and their shifts."""
+    engine = service._engine
+    table = engine.session(session).entries
+    cells, shifts = service._call(lambda: cell_copy.take(engine.executor, table))
+    return [*(array for layer in cells for array in layer), shifts]
 
 
 def _names(directory):
