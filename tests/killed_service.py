@@ -42,7 +42,6 @@ def write(service: LocalService, session: str, seed: int, first: int) -> None:
         if verb == "append":
             sequence += 1
             what |= dict(ids=ids(rng.randint(1, 30)), sequence=sequence)
-            pending = (service.append, session, what["ids"], (session, sequence))
         elif verb == "rollback":
             what |= dict(count=rng.randint(1, 6))
         elif verb == "update":
