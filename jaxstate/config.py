@@ -45,7 +45,6 @@ class EngineConfig:
         but what forks do.
       host_bytes: of sessions' cells that may wait in host memory while nobody asks for them.
       swap_dir: directory for those that host memory has no room for; None = they stay.
-      snapshots: sessions can be saved and restored with their cells.
       kernel_cache_dir: where compiled kernels are kept; None = the user's cache folder.
     """
 
@@ -61,7 +60,6 @@ class EngineConfig:
     prefix_share: float | None = None
     host_bytes: int = 0
     swap_dir: str | None = None
-    snapshots: bool = False
     kernel_cache_dir: str | None = None
 
     def __post_init__(self):
@@ -105,26 +103,12 @@ class EngineConfig:
         return self.num_pages * self.page_size
 
     @property
-    def copies_pages(self) -> bool:
-        """Whether pages are ever copied out of the pool and back."""
-        return bool(self.host_bytes or self.swap_dir or self.snapshots)
-
-    @property
     def table_len(self) -> int:
         """Rows of a step's table of stretches, per stretch length."""
         if self.table_capacity is not None:
             return self.table_capacity
         shortest = self.stretch_cells[-1] if self.stretch_cells else self.num_cells
         return (self.num_pages + 1) * -(-self.page_size // shortest)
-
-    def check_snapshots(self) -> None:
-        """Check that sessions can be saved.
-
-        Raises:
-          ValueError: the engine was started without.
-        """
-        if not self.copies_pages:
-            raise ValueError("snapshots: expected an engine with snapshots=True, got one without")
 
     def check_model(self, model: ModelConfig) -> None:
         """Check that sessions fit the model's positions.

@@ -141,16 +141,14 @@ class LocalService:
             are opened again, and their cells computed in idle time or when somebody asks. Closed
             with the service.
           snapshots: where sessions' cells are saved once they rest and at the end, for the next
-            start; needs a journal, and EngineConfig.snapshots.
+            start; needs a journal.
           clock: seconds, never going back.
         Raises:
-          ValueError: snapshots without a journal, or an engine that takes none.
+          ValueError: snapshots without a journal.
           SnapshotError: the journal is damaged, or holds what this engine has no room for.
         """
-        if snapshots is not None:
-            engine.config.check_snapshots()
-            if journal is None:
-                raise ValueError("snapshots: expected a journal that names them, got none")
+        if snapshots is not None and journal is None:
+            raise ValueError("snapshots: expected a journal that names them, got none")
         largest = engine.executor.config.step_shapes[-1]
         limits = Limits(
             tokens=min(step_tokens or largest.num_tokens, largest.num_tokens),
@@ -289,7 +287,6 @@ class LocalService:
                 registered=recovery.registered(board, prepositions),
             )  # fmt: skip
 
-        self._engine.config.check_snapshots()
         self._pending(JobClass.QUERY, submit).result()
         snapshot = self._call(take)
         session_snapshot.write(path, snapshot)
@@ -319,7 +316,6 @@ class LocalService:
           PoolFullError: there is no room.
         """
         verbs = self._engine.verbs
-        self._engine.config.check_snapshots()
         snapshot = session_snapshot.read(path, verbs, fingerprint=fingerprint)
         name = session_id if session_id is not None else snapshot.fields["session_id"]
         if tenant is not None:

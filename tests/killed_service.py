@@ -73,7 +73,7 @@ def main() -> None:
     directory, seed, durability = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    engine = tiny_engine.build(num_pages=64, snapshots=True)
+    engine = tiny_engine.build(num_pages=64)
     journal = Journal(directory / "journal", durability=durability, fingerprint=FINGERPRINT)
     snapshots = Snapshots(directory / "snapshots", fingerprint=FINGERPRINT, idle_s=0.01)
     service = LocalService(engine, journal=journal, snapshots=snapshots)

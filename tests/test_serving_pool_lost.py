@@ -21,7 +21,7 @@ FATAL = 13  # ten of these in one step break the device
 
 @functools.cache
 def _compiled():
-    engine = tiny_engine.build(num_pages=64, snapshots=True, prefix_share=0.2)
+    engine = tiny_engine.build(num_pages=64, prefix_share=0.2)
     steps = engine.executor._steps
     for shape, step in steps.items():
         steps[shape] = functools.partial(_breaking, step)

@@ -23,7 +23,7 @@ WEIGHTS = "weights-1"
 @functools.cache
 def _compiled(page_size=8):
     num_pages = 480 // page_size
-    return tiny_engine.build(num_pages=num_pages, page_size=page_size, snapshots=True)
+    return tiny_engine.build(num_pages=num_pages, page_size=page_size)
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_bfloat16_cells_come_back_bit_by_bit_and_not_into_float32(engine, tmp_pa
             cache_dtype=jnp.bfloat16,
         ),
     )  # fmt: skip
-    config = tiny_engine.engine_config(snapshots=True, step_shapes=tiny_engine.SHAPES[2:])
+    config = tiny_engine.engine_config(step_shapes=tiny_engine.SHAPES[2:])
     other = Engine(models.init_params(half, seed=0), half, config)
     session = _slid(other)
     _save(other, session, tmp_path / "one")
@@ -108,7 +108,7 @@ def test_bfloat16_cells_come_back_bit_by_bit_and_not_into_float32(engine, tmp_pa
 
 def test_bounds_of_blocks_are_there_for_a_selector(tmp_path):
     engine = tiny_engine.build(
-        page_size=32, num_pages=12, snapshots=True, step_shapes=tiny_engine.SHAPES[2:],
+        page_size=32, num_pages=12, step_shapes=tiny_engine.SHAPES[2:],
         selector=BlockSelector(kept=0.5, sink_tokens=16, recent_tokens=16, dense_layers=0),
     )  # fmt: skip
     session = engine.create(_ids(1, 90))
