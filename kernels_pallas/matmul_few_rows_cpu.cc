@@ -22,6 +22,7 @@ namespace {
 constexpr int kMaxRows = 16;
 constexpr int kStretch = 256;  // outputs of a task whose sums are in the first-level cache
 constexpr int kInputs = 4;     // added to a sum at a time
+constexpr int kAhead = 4;      // inputs, that their weights are fetched ahead
 constexpr int kOutputs = 4;    // of a register tile
 constexpr int kTileRows = 4;   // of a register tile
 constexpr int64_t kTaskBytes = 64 << 10;  // of the matrix, below which no other thread is woken
@@ -82,11 +83,12 @@ void InputsFirst(const Problem& p, int64_t begin, int64_t end) {
     if (left)
       for (int i = 0; i < kCount; ++i)
         std::memcpy(rest + i * kLanes, weights + i * p.outputs + whole * kLanes, 4 * left);
-    // What the next inputs need; it lies apart, so the processor does not see it coming.
-    if (input + 2 * kCount <= p.inputs)
-      for (int i = kCount; i < 2 * kCount; ++i)
+    // What later inputs need; it lies apart, so the processor does not see it coming.
+    const float* later = weights + kAhead * p.outputs;
+    if (input + kAhead + kCount <= p.inputs)
+      for (int i = 0; i < kCount; ++i)
         for (int64_t o = 0; o < end - begin; o += kLanes)
-          __builtin_prefetch(weights + i * p.outputs + o);
+          __builtin_prefetch(later + i * p.outputs + o);
     EachRows<8>(p.rows, [&](auto rows, int64_t row) {
       constexpr int kRows = decltype(rows)::value;
       const float* x = p.x + row * p.inputs + input;
