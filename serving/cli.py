@@ -34,6 +34,7 @@ from jaxstate.serving import (
 from jaxstate.serving import doctor as doctor_command
 from jaxstate.serving import render as render_command
 from jaxstate.serving.grpc_server import ServerConfig
+from jaxstate.serving.journal import Durability
 from jaxstate.serving.serve_sizes import Sizes
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -190,6 +191,19 @@ def serve(
     grace_s: Annotated[
         float, typer.Option(min=0, help="Seconds that calls have when the server is to end.")
     ] = 30.0,
+    state_dir: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            help="Directory where sessions outlive the process.",
+            show_default="they end with it",
+        ),
+    ] = None,
+    durability: Annotated[
+        str,
+        typer.Option(
+            help="full: what was acknowledged survives a power cut; normal: a killed process; off."
+        ),
+    ] = "full",
     force: Annotated[
         bool, typer.Option("--force", help="Let other machines in, without authentication.")
     ] = False,
@@ -199,6 +213,7 @@ def serve(
     options = serve_command.ServeOptions(
         model=model, served_model_name=served_model_name, dtype=dtype,
         weights=cast(Weights, weights), metrics_port=metrics_port, force=force,
+        state_dir=state_dir, durability=cast(Durability, durability),
         server=ServerConfig(host=host, port=port, grace_s=grace_s),
         sizes=Sizes(
             max_model_len=max_model_len, kv_cells=kv_cells, page_size=page_size,

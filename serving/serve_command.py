@@ -12,6 +12,7 @@ import dataclasses
 import os
 import pathlib
 import signal
+from typing import Any, get_args
 
 from rich.console import Console
 
@@ -21,10 +22,12 @@ from jaxstate.models.config import DtypePolicy
 from jaxstate.models.quantized import Weights
 from jaxstate.serving import local_model, ports, serve_sizes, terminal
 from jaxstate.serving.grpc_server import GrpcServer, ServerConfig
+from jaxstate.serving.journal import Durability, Journal
 from jaxstate.serving.live_page import LivePage
 from jaxstate.serving.local_service import LocalService
 from jaxstate.serving.rpc_calls import Served
 from jaxstate.serving.serve_sizes import Sizes
+from jaxstate.serving.snapshots import Snapshots
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -41,6 +44,8 @@ class ServeOptions:
       server: where to serve.
       metrics_port: of page and metrics, on the same host; 0 = any that is free.
       force: let other machines in, though nobody has to say who he is.
+      state_dir: where sessions outlive the process; None = they end with it.
+      durability: see Journal; "off" = nothing is kept.
     """
 
     model: str
@@ -51,9 +56,13 @@ class ServeOptions:
     server: ServerConfig
     metrics_port: int
     force: bool = False
+    state_dir: pathlib.Path | None = None
+    durability: Durability = "full"
 
     def __post_init__(self):
-        """Refuse what would let others in unasked."""
+        """Refuse what would let others in unasked, or lose what is to be kept."""
+        if self.durability not in (known := get_args(Durability)):
+            raise ValueError(f"durability: expected one of {known}, got {self.durability!r}")
         host = self.server.host
         if not self.force and not ports.is_loopback(host):
             raise ValueError(
@@ -118,14 +127,32 @@ def _load(options: ServeOptions, cache_dir: pathlib.Path, log: Console) -> Serve
         options.model, dtype=options.dtype, weights=options.weights, cache_dir=cache_dir,
         console=log,
     ).loaded  # fmt: skip
+    kept = _kept(options, loaded.fingerprint)
     with terminal.CompileProgress(log) as compiling:
         engine = Engine(
             loaded.params, loaded.config, config, tokenizer=loaded.tokenizer, progress=compiling
         )
+    service = LocalService(engine, **kept)
+    if kept:
+        count = len(service.describe_all())
+        terminal.say(log, f"{count} sessions are there from before, in {options.state_dir}")
     return Served(
-        service=LocalService(engine), tokenizer=loaded.tokenizer,
+        service=service, tokenizer=loaded.tokenizer,
         name=options.served_model_name or loaded.name,
     )  # fmt: skip
+
+
+def _kept(options: ServeOptions, fingerprint: str) -> dict[str, Any]:
+    """Open what keeps sessions, before anything is compiled for them."""
+    if options.state_dir is None or options.durability == "off":
+        return {}
+    return {
+        "journal": Journal(
+            options.state_dir / "journal.db", durability=options.durability,
+            fingerprint=fingerprint,
+        ),
+        "snapshots": Snapshots(options.state_dir / "snapshots", fingerprint=fingerprint),
+    }  # fmt: skip
 
 
 def _stop_on_signals(log: Console, grace_s: float) -> asyncio.Event:

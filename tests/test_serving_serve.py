@@ -260,6 +260,35 @@ def test_a_signal_lets_calls_end_and_refuses_new_ones(directory, model):
         assert serving.process.stdout is not None and serving.process.stdout.read() == ""
 
 
+def test_a_killed_server_has_what_it_acknowledged_at_its_next_start(directory, model, tmp_path):
+    kept = ("--cache-dir", directory, "--state-dir", tmp_path / "state")
+    question = pb.Question(prompt=tokens([7, 8]), max_new_tokens=2)
+    with served.ready(directory / "killed", model, *kept) as serving:
+        with serving.connected() as (_, stub):
+            name = stub.CreateSession(pb.CreateSessionRequest(prefix=tokens([5]))).session_id
+            append = pb.AppendRequest(
+                session_id=name, prompt=tokens([20, 21]), writer="feed", sequence=1
+            )
+            assert stub.Append(append).version == 1
+            stub.Register(pb.RegisterRequest(session_id=name, question=question))
+            *_, last = stub.Query(pb.QueryRequest(session_id=name, question=question))
+        with served.started(directory / "beside", model, *kept, "--port", 0) as other:
+            assert other.process.wait(WAIT_S) == 1
+            assert "another process" in other.log.read_text().splitlines()[-1]
+        serving.process.kill()
+    with served.ready(directory / "again", model, *kept) as serving:
+        assert "1 sessions are there from before" in serving.log.read_text()
+        with serving.connected() as (_, stub):
+            assert stub.Append(append).version == 1  # that was applied already
+            session = stub.GetSession(pb.GetSessionRequest(session_id=name))
+            assert (session.version, session.context_tokens) == (1, 3)
+            registered = stub.ListFlashQueries(pb.ListFlashQueriesRequest(session_id=name))
+            assert len(registered.queries) == 1
+            *_, again = stub.Query(pb.QueryRequest(session_id=name, question=question))
+            assert again.answer.token_ids == last.answer.token_ids
+            assert (again.answer.version, again.answer.rebuilt) == (1, False)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_worker_that_fails_ends_the_server_with_status_1(capsys, directory, model, monkeypatch):
     class Failing(LocalService):
