@@ -44,12 +44,14 @@ def whole(tmp_path_factory):
     return done, bare_script.lines(done.stdout)
 
 
+@pytest.mark.long
 def test_whole_run_imports_nothing_beyond_jax_numpy_flax_and_the_checkout(whole):
     done, _ = whole
     assert "jaxstate-links-" in done.stderr.split("imported ")[-1]
     assert {"chex", "gguf", "grpc", "jinja2", "platformdirs", "safetensors"} < bare_script.hidden()
 
 
+@pytest.mark.long
 def test_every_bar_has_exactly_one_line_and_is_not_decided_on_a_cpu(whole):
     _, lines = whole
     bars = [line for line in lines if "bar" in line]
@@ -59,6 +61,7 @@ def test_every_bar_has_exactly_one_line_and_is_not_decided_on_a_cpu(whole):
         assert bar["holds"] is None and "H200" in bar["reason"]
 
 
+@pytest.mark.long
 def test_every_line_names_device_version_and_commit(whole):
     _, lines = whole
     for line in lines:
@@ -66,6 +69,7 @@ def test_every_line_names_device_version_and_commit(whole):
         assert line["commit"] and line["bench"] == "device"
 
 
+@pytest.mark.long
 def test_every_kernel_is_checked_and_all_hold(whole):
     _, lines = whole
     checks = [line for line in lines if "check" in line]
@@ -76,6 +80,7 @@ def test_every_kernel_is_checked_and_all_hold(whole):
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_nothing_is_left_out_and_every_timing_stands_beside_its_floor(whole):
     _, lines = whole
     assert not [line for line in lines if "measure" in line]

@@ -121,7 +121,7 @@ def test_run_leaves_a_plot_and_tells_its_progress(capsys, directory):
         "round 1/2: append of 560 tokens", "round 2/2: request without reuse",
     ):
         assert text in said
-    assert re.search(r"^compiling (\d+)/\1 step 512 … ", said, re.MULTILINE)
+    assert re.search(r"^compiling (\d+)/\1 put pages … ", said, re.MULTILINE)
 
 
 def test_terminal_shows_the_table_live_and_whole(directory):

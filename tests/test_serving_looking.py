@@ -167,6 +167,7 @@ def _engine_of(config, loaded, build):
     return lambda _: build(dataclasses.replace(loaded, config=config))
 
 
+@pytest.mark.long
 def test_doctor_compares_smollm2_with_recorded_answers(smollm2_model):
     (finding,) = doctor.parity_with_record(smollm2_model, "smollm2-135m")
     assert finding.verdict == "ok" and finding.text.startswith("3 of 3 recorded answers")
