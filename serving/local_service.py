@@ -1088,6 +1088,9 @@ class LocalService:
                     return
             for command in commands:
                 command()
+            if commands:
+                with self._changed:  # nobody waits for a step to see his verb submitted
+                    self._changed.notify_all()
             began = self._clock()
             step = self._scheduler.step(began, self._clock)
             if step.tokens:
