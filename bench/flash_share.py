@@ -9,7 +9,8 @@ import numpy as np
 
 from jaxstate.answer import Source
 from jaxstate.flash import Question
-from jaxstate.serving.local_service import LocalService, Pending
+from jaxstate.serving.local_service import LocalService
+from jaxstate.serving.pending import Pending
 
 WAIT_S = 600.0
 

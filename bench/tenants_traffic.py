@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxstate.flash import FlashQuery, Question
 from jaxstate.plan import JobClass
-from jaxstate.serving.local_service import LocalService, Pending
+from jaxstate.serving.local_service import LocalService
+from jaxstate.serving.pending import Pending
 
 WAIT_S = 600.0
 ROW_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 14, 12, 4

@@ -28,7 +28,7 @@ them finds another threshold or closes."""
 
 
 class Durable:
-    """The journal of a service, or none: then nothing is noted and nobody waits."""
+    """The journal of a service, or none: then nothing is noted."""
 
     def __init__(
         self,
@@ -70,10 +70,9 @@ class Durable:
     # What callers wait for
 
     def hold(self, ticket: Ticket) -> None:
-        """Let nobody be told that a verb is done before the next commit behind it."""
-        if self._journal is not None:
-            ticket.held = True
-            self._held.append(ticket)
+        """Let nobody be told that a verb is over before `release`, behind the next commit."""
+        ticket.held = True
+        self._held.append(ticket)
 
     def commit(self) -> None:
         """Write what was noted.

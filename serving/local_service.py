@@ -58,9 +58,11 @@ from jaxstate.scheduler import Scheduler, State, Ticket
 from jaxstate.serving import recovery
 from jaxstate.serving.answer_log import AnswerLog, FreshAnswer
 from jaxstate.serving.append_memory import AppendMemory, Number
+from jaxstate.serving.bursts import BURST_GAP_S, Bursts
 from jaxstate.serving.compilations import Compilations
 from jaxstate.serving.description import Overview, ServiceInfo, SessionInfo
 from jaxstate.serving.durable import Durable
+from jaxstate.serving.evaluations import Evaluation, Evaluations
 from jaxstate.serving.journal import Journal
 from jaxstate.serving.journal_rows import SavedSession
 from jaxstate.serving.pending import Pending
@@ -77,42 +79,6 @@ the one that is coming, or take the old one, which says its version."""
 From = Literal["question", "header"]
 """What may answer at a risk: older answers to the question, or also the ready state that a declared
 header leads to, whatever is asked."""
-
-OUTDATED_S = 10.0
-"""Under appends that never pause, an evaluation that has begun is let end once answers have been
-outdated for so long."""
-
-BURST_GAP_S = 0.005
-"""An append that is asked for within this time behind the one before makes a burst, which is over
-when so much time has passed without one; a client sends its next within less."""
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Evaluation:
-    """A registered question that is being answered.
-
-    Attributes:
-      version: of its session, when it was submitted.
-      asked: callers that wait for it.
-    """
-
-    board: FlashBoard
-    query: FlashQuery
-    version: int
-    asked: int = 0
-
-
-@dataclasses.dataclass
-class _Burst:
-    """Appends of a session that follow one another closely.
-
-    Attributes:
-      last: when the newest append was submitted.
-      over: from when on none is expected any more.
-    """
-
-    last: float = -math.inf
-    over: float = -math.inf
 
 
 class LocalService:
@@ -172,10 +138,9 @@ class LocalService:
         self._listeners: list[Callable[[], None]] = []
         self._prepositions: dict[str, Prepositions] = {}
         self._advancing: dict[Ticket, tuple[Prepositions, Entry, int]] = {}  # version
-        self._evaluating: dict[Ticket, _Evaluation] = {}
+        self._evaluations = Evaluations(self._scheduler)
         self._appending: dict[Ticket, int] = {}  # tokens
-        self._outdated_since: dict[str, float] = {}
-        self._bursts: dict[str, _Burst] = collections.defaultdict(_Burst)
+        self._bursts = Bursts()
         self._looked_after: dict[str, int] = {}  # versions that needed no repacking, or got it
         self._versions: dict[str, int] = {}  # computed, of open sessions
         self._news = itertools.count()
@@ -226,11 +191,10 @@ class LocalService:
             return name
 
         def submit(pending: Pending) -> None:
-            ticket = self._submit_new(
+            self._submit_new(
                 pending, begin, frozen, JobClass.APPEND, cells=len(frozen), tenant=tenant,
                 deadline_s=deadline_s, can_stop=True,
             )  # fmt: skip
-            self._durable.hold(ticket)
 
         return self._pending(JobClass.APPEND, submit)
 
@@ -865,8 +829,8 @@ class LocalService:
             del self._versions[session_id], self._boards[session_id]
             del self._prepositions[session_id], self._logs[session_id]
             del self._memories[session_id]
-            self._outdated_since.pop(session_id, None)
-            self._bursts.pop(session_id, None)
+            self._evaluations.note_fresh(session_id)
+            self._bursts.forget(session_id)
             self._looked_after.pop(session_id, None)
 
     def _recover(self, saved: SavedSession) -> None:
@@ -910,7 +874,7 @@ class LocalService:
         gate: Callable[[float], Evidence | None] | None = None,
         keep: bool = False,
         **how: Any,
-    ) -> None:
+    ) -> Ticket:
         verbs = self._engine.verbs
         if question.choices:
             begin = functools.partial(verbs.choose, choices=question.choices, gate=gate, keep=keep)
@@ -921,42 +885,42 @@ class LocalService:
                 sampling=question.sampling, keep=keep,
             )  # fmt: skip
             cells = len(question.token_ids) + question.max_new_tokens
-        self._submit(pending, begin, session_id, question.token_ids, job_class, cells=cells, **how)
+        return self._submit(
+            pending, begin, session_id, question.token_ids, job_class, cells=cells, **how
+        )
 
     def _submit_evaluation(
         self, pending: Pending, session_id: str, query: FlashQuery, *, asked: int, **how: Any
     ) -> None:
         """Have a registered question answered, in idle time or for a caller who waits for it."""
         job_class = JobClass.QUERY if asked else JobClass.FLASH
-        self._submit_question(pending, session_id, query.question, job_class, keep=True, **how)
-        assert pending._ticket is not None
-        self._evaluating[pending._ticket] = _Evaluation(
+        ticket = self._submit_question(
+            pending, session_id, query.question, job_class, keep=True, **how
+        )
+        evaluation = Evaluation(
             board=self._boards[session_id], query=query, version=self._versions[session_id],
             asked=asked,
         )  # fmt: skip
+        self._evaluations.add(ticket, evaluation)
 
     def _join(
         self, pending: Pending, session_id: str, query: FlashQuery, *, deadline_s: float = math.inf
     ) -> bool:
         """Let a caller wait for the evaluation that is under way, if there is one to wait for."""
-        for ticket, evaluation in self._evaluating.items():
-            begun = ticket.state is State.RUNNING or ticket.deadline == deadline_s == math.inf
-            current = evaluation.version == self._versions[session_id]
-            if evaluation.query is not query or ticket.is_over or not begun or not current:
-                continue
-            evaluation.asked += 1
-            self._scheduler.promote(ticket, JobClass.QUERY, self._clock())
+        ticket = self._evaluations.join(
+            query, self._versions[session_id], deadline_s, self._clock()
+        )
+        if ticket is not None:
             self._attach(pending, ticket)
-            return True
-        return False
+        return ticket is not None
 
-    def _submit_entry(self, pending: Pending, session_id: str, entry: Entry, **how: Any) -> None:
+    def _submit_entry(self, pending: Pending, session_id: str, entry: Entry, **how: Any) -> Ticket:
         begin = functools.partial(
             self._engine.verbs.advance, max_new_tokens=entry.max_new_tokens,
             min_gap=entry.min_gap, eos_ids=entry.eos_ids, slot_ids=entry.slot_ids,
         )  # fmt: skip
         cells = len(entry.token_ids) + entry.max_new_tokens
-        self._submit(
+        return self._submit(
             pending, begin, session_id, entry.token_ids, JobClass.ADVANCE, cells=cells, **how
         )
 
@@ -973,12 +937,12 @@ class LocalService:
     ) -> Ticket:
         """Submit what will change a session."""
         ticket = self._submit(pending, begin, session_id, token_ids, job_class, cells=cells, **how)
-        self._durable.hold(ticket)
         self._appending[ticket] = cells
-        burst = self._bursts[session_id]
-        burst.over = math.inf if pending.asked - burst.last < BURST_GAP_S else -math.inf
-        burst.last = self._clock()
-        self._drop_evaluations(session_id)
+        now = self._clock()
+        self._bursts.submit(session_id, pending.asked, now)
+        self._evaluations.drop(session_id, now)
+        for ahead in [one for one in self._advancing if one.session == session_id]:
+            self._scheduler.cancel(ahead, now)
         return ticket
 
     def _submit(
@@ -1004,6 +968,7 @@ class LocalService:
             session=session_id, tokens=len(token_ids), cells=cells, now=now,
             deadline=pending.asked + deadline_s, after=after, exclusive=exclusive,
         )  # fmt: skip
+        self._durable.hold(ticket)
         self._attach(pending, ticket)
         return ticket
 
@@ -1026,6 +991,7 @@ class LocalService:
             cells=cells, now=now, deadline=pending.asked + deadline_s, prefix=token_ids,
             tenant=tenant, can_stop=can_stop,
         )  # fmt: skip
+        self._durable.hold(ticket)
         self._attach(pending, ticket)
         return ticket
 
@@ -1035,10 +1001,7 @@ class LocalService:
             ticket.asked = pending.asked
 
         def give_up() -> None:
-            evaluation = self._evaluating.get(ticket)
-            if evaluation:
-                evaluation.asked -= 1
-            if not evaluation or not evaluation.asked:
+            if self._evaluations.leave(ticket):
                 self._scheduler.cancel(ticket, self._clock())
 
         def cancel() -> None:
@@ -1102,11 +1065,12 @@ class LocalService:
                 self._revive_all()
             self.metrics.compilations = compilations.count
             self._durable.commit()
-            with self._changed:
+            with self._changed:  # who is told of an end finds what follows from it
                 self._durable.release()
                 self._note_ends()
-                self._evaluate()
-                self._preposition_all()
+                changing = self._changing()
+                self._evaluate(changing)
+                self._preposition_all(changing)
             rest_s = self._durable.rest(self._clock()) if self._is_idle() else None
 
     def _notify(self) -> None:
@@ -1120,23 +1084,19 @@ class LocalService:
             del self._appending[ticket]
             if ticket.state is State.DONE:
                 self._boards[ticket.session].forget_errors()
-            burst = self._bursts.get(ticket.session)
-            if burst and burst.over > -math.inf:
-                burst.over = self._clock() + BURST_GAP_S
+            self._bursts.end(ticket.session, self._clock())
         for name in [name for name, ticket in self._reviving.items() if ticket.is_over]:
             del self._reviving[name]
         # From here on no answer of a version before is served as current.
         for session_id in self._versions:
             self._versions[session_id] = self._engine.session(session_id).version
-        for ticket in [ticket for ticket in self._evaluating if ticket.is_over]:
-            evaluation = self._evaluating.pop(ticket)
-            board, query = evaluation.board, evaluation.query
+        for ticket, evaluation in self._evaluations.take_ended():
             if ticket.state is State.DONE:
                 self._note_evaluation(ticket, evaluation)
             elif ticket.error is not None:
-                query.error = ticket.error
-            if not board.outdated(self._versions.get(ticket.session, -1)):
-                self._outdated_since.pop(ticket.session, None)
+                evaluation.query.error = ticket.error
+            if not evaluation.board.outdated(self._versions.get(ticket.session, -1)):
+                self._evaluations.note_fresh(ticket.session)
         for ticket in [ticket for ticket in self._advancing if ticket.is_over]:
             prepositions, entry, version = self._advancing.pop(ticket)
             session = self._engine.verbs.sessions.get(ticket.session)
@@ -1145,7 +1105,7 @@ class LocalService:
             elif ticket.error is not None:
                 prepositions.fail(entry, version)
 
-    def _note_evaluation(self, ticket: Ticket, evaluation: _Evaluation) -> None:
+    def _note_evaluation(self, ticket: Ticket, evaluation: Evaluation) -> None:
         """Keep what was computed in full as the registered question's answer."""
         answer: Answer = ticket.result
         if answer.source is Source.GATED:
@@ -1171,23 +1131,21 @@ class LocalService:
             )  # fmt: skip
             query.headers.setdefault(header, Gate()).add(sample)
 
-    def _preposition_all(self) -> None:
+    def _preposition_all(self, changing: set[str]) -> None:
         """Submit what sessions lack ahead of their next questions, behind all else."""
-        busy = self._changing()
-        busy |= {ticket.session for ticket in (*self._evaluating, *self._advancing)}
+        busy = changing | self._evaluations.sessions
+        busy |= {ticket.session for ticket in self._advancing}
         for session_id, prepositions in self._prepositions.items():
             if session_id in busy:
                 continue
             version = self._versions[session_id]
             for entry in prepositions.outdated(version):
-                pending = Pending(self._changed, None)
                 try:
-                    self._submit_entry(pending, session_id, entry)
+                    ticket = self._submit_entry(Pending(self._changed, None), session_id, entry)
                 except JaxStateError:
                     prepositions.fail(entry, version)  # does not fit; questions will say so
                     continue
-                assert pending._ticket is not None
-                self._advancing[pending._ticket] = (prepositions, entry, version)
+                self._advancing[ticket] = (prepositions, entry, version)
 
     def _maintain(self) -> bool:
         """Submit the repacking of sessions that have changed and leave many cells dead."""
@@ -1203,41 +1161,23 @@ class LocalService:
                 )  # fmt: skip
         return self._scheduler.num_waiting > 0
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, changing: set[str]) -> None:
         """Submit what registered questions lack, together, where no append is on its way."""
-        busy = self._changing()
-        under_way = {id(evaluation.query) for evaluation in self._evaluating.values()}
         for session_id, board in self._boards.items():
-            if session_id in busy:
+            if session_id in changing:
                 continue
-            for query in board.outdated(self._versions[session_id]):
-                if id(query) in under_way:
-                    continue
-                pending = Pending(self._changed, None)
+            for query in self._evaluations.lacking(board, self._versions[session_id]):
                 try:
-                    self._submit_evaluation(pending, session_id, query, asked=0)
+                    self._submit_evaluation(
+                        Pending(self._changed, None), session_id, query, asked=0
+                    )
                 except JaxStateError as error:
                     query.error = error
 
     def _changing(self) -> set[str]:
         """Sessions whose next version is on its way or, within a burst, to be expected."""
-        now = self._clock()
-        found = {session_id for session_id, burst in self._bursts.items() if burst.over > now}
-        return found | {ticket.session for ticket in self._appending}
-
-    def _drop_evaluations(self, session_id: str) -> None:
-        """End evaluations of a version that is about to pass, so that a burst is evaluated once.
-
-        See OUTDATED_S.
-        """
-        now = self._clock()
-        outdated_s = now - self._outdated_since.setdefault(session_id, now)
-        unasked = [ticket for ticket, one in self._evaluating.items() if not one.asked]
-        for ticket in [one for one in unasked if one.session == session_id]:
-            if ticket.state is State.WAITING or outdated_s < OUTDATED_S:
-                self._scheduler.cancel(ticket, now)
-        for ticket in [one for one in self._advancing if one.session == session_id]:
-            self._scheduler.cancel(ticket, now)
+        appending = {ticket.session for ticket in self._appending}
+        return appending | self._bursts.expecting(self._clock())
 
     def _is_idle(self) -> bool:
         return not self._scheduler.num_waiting and not any(

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import command_line
 import grpc
 import tiny_engine
+import tiny_service
 from google.rpc import error_details_pb2, status_pb2
 
 from jaxstate import models
@@ -105,16 +106,7 @@ def serving(engine: Engine, tokenizer, *, max_waiting: int = 1024, **config) -> 
 @contextlib.contextmanager
 def held(service: LocalService) -> Iterator[None]:
     """Hold the worker up between two steps."""
-    taken, release = threading.Event(), threading.Event()
-
-    def command():
-        taken.set()
-        assert release.wait(WAIT_S)
-
-    with service._changed:
-        service._commands.append(command)
-        service._changed.notify_all()
-    assert taken.wait(WAIT_S)
+    release = tiny_service.hold(service)
     try:
         yield
     finally:

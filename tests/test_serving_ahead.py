@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import tiny_engine
+import tiny_service
 
 from jaxstate.answer import Source
 from jaxstate.errors import InputError
@@ -13,23 +12,15 @@ from jaxstate.flash import Question
 from jaxstate.plan import JobClass
 from jaxstate.prepositioning import Entry
 from jaxstate.sampling import Sampling
-from jaxstate.serving.local_service import LocalService
 
 WAIT_S = 60
 CONTEXT = tiny_engine.random_ids(1, 8)
 
 
-@functools.cache
-def _compiled():
-    return tiny_engine.build(num_pages=96)
-
-
 @pytest.fixture
 def service():
-    with tiny_engine.left_empty(_compiled()) as engine:
-        service = LocalService(engine)
+    with tiny_service.started() as service:
         yield service
-        service.close()
 
 
 def _ids(seed, count=6):
@@ -112,7 +103,7 @@ def test_a_gate_answers_from_an_older_version_only_at_a_risk_it_has_measured(ser
         append(version)
         service.wait_until_idle(WAIT_S)
     assert len(query.stale.samples) == 700
-    monkeypatch.setattr(service, "_evaluate", lambda: None)  # as if it had no idle time
+    monkeypatch.setattr(service, "_evaluate", lambda changing: None)  # as if it had no idle time
     append(700)
     stale = _ask(service, session, question, stale="serve")
     assert (stale.source, stale.version, stale.age) == (Source.FLASH, 700, 1)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import random
 import time
 
 import pytest
 import tiny_engine
+import tiny_service
 
 from jaxstate.errors import (
     CancelledError,
@@ -18,22 +18,14 @@ from jaxstate.errors import (
     UnknownSessionError,
 )
 from jaxstate.flash import Question
-from jaxstate.serving.local_service import LocalService
 
 WAIT_S = 60
 
 
-@functools.cache
-def _compiled():
-    return tiny_engine.build(num_pages=96)
-
-
 @pytest.fixture
 def service():
-    with tiny_engine.left_empty(_compiled()) as engine:
-        service = LocalService(engine)
+    with tiny_service.started() as service:
         yield service
-        service.close()
 
 
 def _question(seed, count=3):
@@ -87,7 +79,7 @@ def test_verbs_of_many_threads_are_as_if_one_had_come_after_the_other(service):
         else:
             question, answer = what
             streams.append([*before, *question.token_ids, *answer.token_ids])
-    assert _compiled().session(session).token_ids == [*frozen, *streams[-1]]
+    assert tiny_service.engine().session(session).token_ids == [*frozen, *streams[-1]]
     for _, kind, what in done:
         if kind in ("query", "commit"):
             question, answer = what
@@ -114,7 +106,7 @@ def test_registered_questions_are_answered_again_after_every_durable_verb(servic
 
 def test_an_append_behind_one_that_failed_is_not_run(service):
     session = service.create(tiny_engine.random_ids(0, 8))
-    tokens = _compiled().config.context_len
+    tokens = tiny_service.engine().config.context_len
     too_long = service.append(session, [1] * tokens)
     behind = service.append(session, [1], behind=too_long)
     with pytest.raises(CancelledError, match="was not done"):

@@ -15,12 +15,12 @@ import grpc_service
 import live_page as client
 import pytest
 import tiny_engine
+import tiny_service
 
 from jaxstate.answer import Answer, FinishReason, Source
 from jaxstate.flash import FlashQuery, Question
 from jaxstate.serving import live_feed, live_page, live_state
 from jaxstate.serving.live_page import LivePage
-from jaxstate.serving.local_service import LocalService
 
 WAIT_S = 60
 
@@ -37,10 +37,8 @@ def quickly(monkeypatch):
 
 @pytest.fixture
 def service():
-    with tiny_engine.left_empty(_compiled()) as engine:
-        service = LocalService(engine, preposition=0)
+    with tiny_service.started(_compiled(), preposition=0) as service:
         yield service
-        service.close()
 
 
 @pytest.fixture

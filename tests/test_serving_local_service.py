@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import threading
 
 import pytest
 import tiny_engine
+import tiny_service
 
 from jaxstate.answer import Source
 from jaxstate.errors import BusyError, CancelledError, ExpiredError, InputError, SessionError
@@ -17,36 +17,14 @@ from jaxstate.serving.local_service import LocalService
 WAIT_S = 60
 
 
-@functools.cache
-def _compiled():
-    return tiny_engine.build(num_pages=96)
-
-
 @pytest.fixture
 def service():
-    with tiny_engine.left_empty(_compiled()) as engine:
-        service = LocalService(engine)
+    with tiny_service.started() as service:
         yield service
-        service.close()
 
 
 def _question(seed, count=4, **how):
     return Question(token_ids=tuple(tiny_engine.random_ids(seed, 5)), max_new_tokens=count, **how)
-
-
-def _hold(service):
-    """Hold the worker up until the event returned is set; what is asked meanwhile gathers."""
-    taken, release = threading.Event(), threading.Event()
-
-    def command():
-        taken.set()
-        assert release.wait(WAIT_S)
-
-    with service._changed:
-        service._commands.append(command)
-        service._changed.notify_all()
-    assert taken.wait(WAIT_S)
-    return release
 
 
 def _wait_for_commands(service, count):
@@ -125,12 +103,29 @@ def test_an_old_answer_is_served_only_on_wish_and_says_its_version(service):
         service._versions[session] = 0
 
 
+def test_nobody_is_told_of_an_append_before_its_version_counts(service, monkeypatch):
+    session = service.create(tiny_engine.random_ids(1, 20))
+    ended, go_on = threading.Event(), threading.Event()
+
+    def commit():  # what the worker does between a step and what follows from it
+        if any(ticket.has_ended for ticket in service._appending):
+            ended.set()
+            assert go_on.wait(WAIT_S)
+
+    monkeypatch.setattr(service._durable, "commit", commit)
+    pending = service.append(session, tiny_engine.random_ids(2, 3))
+    assert ended.wait(WAIT_S)
+    assert not pending.is_over and service.version(session) == 0
+    go_on.set()
+    assert pending.result(WAIT_S) == service.version(session) == 1
+
+
 def test_a_burst_of_appends_is_evaluated_once(service):
     context = tiny_engine.random_ids(1, 10)
     session = service.create(context)
     flash = [service.register(session, _question(n)) for n in range(3)]
     service.wait_until_idle(WAIT_S)
-    release = _hold(service)
+    release = tiny_service.hold(service)
     burst = []
     threads = [
         threading.Thread(target=lambda n=n: burst.append(service.append(session, [n])))
@@ -150,7 +145,7 @@ def test_a_burst_of_appends_is_evaluated_once(service):
 
 def test_nothing_is_evaluated_between_appends_that_follow_one_another_closely():
     now = [0.0]
-    with tiny_engine.left_empty(_compiled()) as engine:
+    with tiny_engine.left_empty(tiny_service.engine()) as engine:
         service = LocalService(engine, clock=lambda: now[0])
         session = service.create(tiny_engine.random_ids(1, 20))
         query = service.register(session, _question(1))
@@ -173,7 +168,7 @@ def test_nothing_is_evaluated_between_appends_that_follow_one_another_closely():
 def test_questions_of_a_session_are_evaluated_together(service):
     session = service.create(tiny_engine.random_ids(1, 40))
     service.wait_until_idle(WAIT_S)
-    release = _hold(service)
+    release = tiny_service.hold(service)
     board = service._boards[session]
     for n in range(4):
         board.register(Question(token_ids=(n + 1, 2, 3), max_new_tokens=3))
@@ -193,7 +188,7 @@ def test_a_question_does_not_wait_for_a_long_prefix_of_another_session(service, 
         return tickets[-1]
 
     monkeypatch.setattr(service._scheduler, "submit", note)
-    release = _hold(service)
+    release = tiny_service.hold(service)
     created = threading.Thread(target=service.create, args=(tiny_engine.random_ids(1, 90),))
     created.start()
     _wait_for_commands(service, 1)
@@ -211,13 +206,13 @@ def test_a_question_does_not_wait_for_a_long_prefix_of_another_session(service, 
 def test_callers_of_a_registered_question_share_one_computation_which_becomes_its_answer(
     service, monkeypatch
 ):
-    monkeypatch.setattr(service, "_evaluate", lambda: None)  # as if it had no idle time
+    monkeypatch.setattr(service, "_evaluate", lambda changing: None)  # as if it had no idle time
     context, question = tiny_engine.random_ids(1, 20), _question(1, count=9)
     session = service.create(context)
     query = service.register(session, question)
     service.append(session, tiny_engine.random_ids(2, 3)).result(WAIT_S)
     before = service._engine.executor.tokens_forwarded
-    release = _hold(service)
+    release = tiny_service.hold(service)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         asking = [pool.submit(service.query, session, question) for _ in range(3)]
         _wait_for_commands(service, 3)
@@ -240,7 +235,7 @@ def test_an_evaluation_that_someone_waits_for_is_not_dropped_for_an_append(servi
     context, question = tiny_engine.random_ids(1, 20), _question(1, count=40)
     session = service.create(context)
     query = service.register(session, question)
-    release = _hold(service)
+    release = tiny_service.hold(service)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         asking = pool.submit(service.query, session, question)
         _wait_for_commands(service, 1)
@@ -303,10 +298,10 @@ def test_cancelled_questions_end_and_give_their_cells_back(service):
 
 
 def test_too_many_waiting_verbs_are_refused_with_a_hint():
-    engine = _compiled()
+    engine = tiny_service.engine()
     service = LocalService(engine, max_waiting=2)
     session = service.create([1, 2, 3])
-    release = _hold(service)
+    release = tiny_service.hold(service)
     threads = [
         threading.Thread(target=lambda: service.append(session, [1]).result(WAIT_S))
         for _ in range(2)
@@ -326,10 +321,10 @@ def test_too_many_waiting_verbs_are_refused_with_a_hint():
 
 
 def test_verbs_that_the_worker_is_about_to_submit_count_as_waiting():
-    engine = _compiled()
+    engine = tiny_service.engine()
     service = LocalService(engine, max_waiting=2)
     session = service.create([1, 2, 3])
-    first, second = _hold(service), threading.Event()
+    first, second = tiny_service.hold(service), threading.Event()
     held = threading.Event()
 
     def hold() -> None:
@@ -355,10 +350,10 @@ def test_verbs_that_the_worker_is_about_to_submit_count_as_waiting():
 
 
 def test_questions_are_answered_while_no_more_appends_are_taken():
-    engine = _compiled()
+    engine = tiny_service.engine()
     service = LocalService(engine, max_waiting=1)
     session = service.create([1, 2, 3])
-    release = _hold(service)
+    release = tiny_service.hold(service)
     pendings = []
     append = threading.Thread(target=lambda: pendings.append(service.append(session, [1])))
     append.start()
@@ -377,7 +372,7 @@ def test_questions_are_answered_while_no_more_appends_are_taken():
 
 
 def test_closing_ends_what_is_under_way_and_refuses_what_comes_later():
-    engine = _compiled()
+    engine = tiny_service.engine()
     service = LocalService(engine)
     session = service.create([1, 2, 3])
     pending = service.query(session, _question(1, count=100))
@@ -391,7 +386,7 @@ def test_closing_ends_what_is_under_way_and_refuses_what_comes_later():
 
 
 def test_a_worker_that_breaks_says_so_to_everybody(monkeypatch):
-    engine = _compiled()
+    engine = tiny_service.engine()
     service = LocalService(engine)
     session = service.create([1, 2, 3])
     monkeypatch.setattr(threading, "excepthook", lambda _: None)

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-
 import grpc_service
 import pytest
 import tiny_engine
+import tiny_service
 from prometheus_client import parser
 
 from jaxstate.errors import ClosedError
 from jaxstate.flash import Question
 from jaxstate.sampling import Sampling
-from jaxstate.serving.local_service import LocalService
 from jaxstate.serving.prometheus import Exporter
 
 WAIT_S = 60
 
 
-@functools.cache
-def _compiled():
-    return tiny_engine.build(num_pages=96)
-
-
 @pytest.fixture
 def service():
-    with tiny_engine.left_empty(_compiled()) as engine:
-        service = LocalService(engine, preposition=0)
+    with tiny_service.started(preposition=0) as service:
         yield service
-        service.close()
 
 
 @pytest.fixture
