@@ -177,6 +177,58 @@ class CloseSessionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class SnapshotRequest(_message.Message):
+    __slots__ = ("session_id", "name")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    name: str
+    def __init__(self, session_id: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class SavedSnapshot(_message.Message):
+    __slots__ = ("name", "session_id", "version", "context_tokens", "size_bytes", "saved_at")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SAVED_AT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    session_id: str
+    version: int
+    context_tokens: int
+    size_bytes: int
+    saved_at: float
+    def __init__(self, name: _Optional[str] = ..., session_id: _Optional[str] = ..., version: _Optional[int] = ..., context_tokens: _Optional[int] = ..., size_bytes: _Optional[int] = ..., saved_at: _Optional[float] = ...) -> None: ...
+
+class RestoreRequest(_message.Message):
+    __slots__ = ("name", "session_id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    session_id: str
+    def __init__(self, name: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
+
+class ListSnapshotsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListSnapshotsResponse(_message.Message):
+    __slots__ = ("snapshots",)
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    snapshots: _containers.RepeatedCompositeFieldContainer[SavedSnapshot]
+    def __init__(self, snapshots: _Optional[_Iterable[_Union[SavedSnapshot, _Mapping]]] = ...) -> None: ...
+
+class DeleteSnapshotRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class DeleteSnapshotResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class AppendRequest(_message.Message):
     __slots__ = ("session_id", "prompt", "writer", "sequence")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -208,12 +260,16 @@ class AppendStreamResponse(_message.Message):
     def __init__(self, version: _Optional[int] = ..., appends: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class UpdateRequest(_message.Message):
-    __slots__ = ("session_id", "prompt")
+    __slots__ = ("session_id", "prompt", "writer", "sequence")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     prompt: Prompt
-    def __init__(self, session_id: _Optional[str] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ...) -> None: ...
+    writer: str
+    sequence: int
+    def __init__(self, session_id: _Optional[str] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., writer: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class UpdateResponse(_message.Message):
     __slots__ = ("version",)
@@ -222,12 +278,16 @@ class UpdateResponse(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class RollbackRequest(_message.Message):
-    __slots__ = ("session_id", "tokens")
+    __slots__ = ("session_id", "tokens", "writer", "sequence")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     tokens: int
-    def __init__(self, session_id: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
+    writer: str
+    sequence: int
+    def __init__(self, session_id: _Optional[str] = ..., tokens: _Optional[int] = ..., writer: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class RollbackResponse(_message.Message):
     __slots__ = ("version",)
@@ -259,20 +319,26 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class Question(_message.Message):
-    __slots__ = ("prompt", "max_new_tokens", "choices", "eos_ids", "ignore_model_eos", "sampling")
+    __slots__ = ("prompt", "max_new_tokens", "choices", "eos_ids", "ignore_model_eos", "sampling", "json_schema", "regex", "grammar")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     EOS_IDS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_MODEL_EOS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
     max_new_tokens: int
     choices: _containers.RepeatedCompositeFieldContainer[Prompt]
     eos_ids: _containers.RepeatedScalarFieldContainer[int]
     ignore_model_eos: bool
     sampling: Sampling
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., eos_ids: _Optional[_Iterable[int]] = ..., ignore_model_eos: bool = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+    json_schema: str
+    regex: str
+    grammar: str
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., eos_ids: _Optional[_Iterable[int]] = ..., ignore_model_eos: bool = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class QueryRequest(_message.Message):
     __slots__ = ("session_id", "question", "stop", "top_logprobs", "commit", "stale", "risk", "entry", "min_version")

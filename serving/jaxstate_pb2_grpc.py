@@ -59,6 +59,26 @@ class JaxStateStub(object):
                 request_serializer=jaxstate_dot_serving_dot_jaxstate__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=jaxstate_dot_serving_dot_jaxstate__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
+        self.Snapshot = channel.unary_unary(
+                '/jaxstate.v1.JaxState/Snapshot',
+                request_serializer=jaxstate_dot_serving_dot_jaxstate__pb2.SnapshotRequest.SerializeToString,
+                response_deserializer=jaxstate_dot_serving_dot_jaxstate__pb2.SavedSnapshot.FromString,
+                _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/jaxstate.v1.JaxState/Restore',
+                request_serializer=jaxstate_dot_serving_dot_jaxstate__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=jaxstate_dot_serving_dot_jaxstate__pb2.Session.FromString,
+                _registered_method=True)
+        self.ListSnapshots = channel.unary_unary(
+                '/jaxstate.v1.JaxState/ListSnapshots',
+                request_serializer=jaxstate_dot_serving_dot_jaxstate__pb2.ListSnapshotsRequest.SerializeToString,
+                response_deserializer=jaxstate_dot_serving_dot_jaxstate__pb2.ListSnapshotsResponse.FromString,
+                _registered_method=True)
+        self.DeleteSnapshot = channel.unary_unary(
+                '/jaxstate.v1.JaxState/DeleteSnapshot',
+                request_serializer=jaxstate_dot_serving_dot_jaxstate__pb2.DeleteSnapshotRequest.SerializeToString,
+                response_deserializer=jaxstate_dot_serving_dot_jaxstate__pb2.DeleteSnapshotResponse.FromString,
+                _registered_method=True)
         self.Append = channel.unary_unary(
                 '/jaxstate.v1.JaxState/Append',
                 request_serializer=jaxstate_dot_serving_dot_jaxstate__pb2.AppendRequest.SerializeToString,
@@ -175,6 +195,31 @@ class JaxStateServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Snapshot(self, request, context):
+        """Saved sessions, which outlive theirs: context, registered questions and calibrations.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSnapshots(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteSnapshot(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -317,6 +362,26 @@ def add_JaxStateServicer_to_server(servicer, server):
                     servicer.CloseSession,
                     request_deserializer=jaxstate_dot_serving_dot_jaxstate__pb2.CloseSessionRequest.FromString,
                     response_serializer=jaxstate_dot_serving_dot_jaxstate__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'Snapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.Snapshot,
+                    request_deserializer=jaxstate_dot_serving_dot_jaxstate__pb2.SnapshotRequest.FromString,
+                    response_serializer=jaxstate_dot_serving_dot_jaxstate__pb2.SavedSnapshot.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=jaxstate_dot_serving_dot_jaxstate__pb2.RestoreRequest.FromString,
+                    response_serializer=jaxstate_dot_serving_dot_jaxstate__pb2.Session.SerializeToString,
+            ),
+            'ListSnapshots': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSnapshots,
+                    request_deserializer=jaxstate_dot_serving_dot_jaxstate__pb2.ListSnapshotsRequest.FromString,
+                    response_serializer=jaxstate_dot_serving_dot_jaxstate__pb2.ListSnapshotsResponse.SerializeToString,
+            ),
+            'DeleteSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteSnapshot,
+                    request_deserializer=jaxstate_dot_serving_dot_jaxstate__pb2.DeleteSnapshotRequest.FromString,
+                    response_serializer=jaxstate_dot_serving_dot_jaxstate__pb2.DeleteSnapshotResponse.SerializeToString,
             ),
             'Append': grpc.unary_unary_rpc_method_handler(
                     servicer.Append,
@@ -539,6 +604,114 @@ class JaxState(object):
             '/jaxstate.v1.JaxState/CloseSession',
             jaxstate_dot_serving_dot_jaxstate__pb2.CloseSessionRequest.SerializeToString,
             jaxstate_dot_serving_dot_jaxstate__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Snapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxstate.v1.JaxState/Snapshot',
+            jaxstate_dot_serving_dot_jaxstate__pb2.SnapshotRequest.SerializeToString,
+            jaxstate_dot_serving_dot_jaxstate__pb2.SavedSnapshot.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxstate.v1.JaxState/Restore',
+            jaxstate_dot_serving_dot_jaxstate__pb2.RestoreRequest.SerializeToString,
+            jaxstate_dot_serving_dot_jaxstate__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSnapshots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxstate.v1.JaxState/ListSnapshots',
+            jaxstate_dot_serving_dot_jaxstate__pb2.ListSnapshotsRequest.SerializeToString,
+            jaxstate_dot_serving_dot_jaxstate__pb2.ListSnapshotsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxstate.v1.JaxState/DeleteSnapshot',
+            jaxstate_dot_serving_dot_jaxstate__pb2.DeleteSnapshotRequest.SerializeToString,
+            jaxstate_dot_serving_dot_jaxstate__pb2.DeleteSnapshotResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -28,13 +28,14 @@ from jaxstate.serving import (
     rpc_questions,
     rpc_server,
     rpc_sessions,
+    rpc_snapshots,
 )
 from jaxstate.serving.rpc_calls import Backend, Call
 
 logger = logging.getLogger(__name__)
 
 SERVICE = jaxstate_pb2.DESCRIPTOR.services_by_name["JaxState"]
-_MODULES = (rpc_sessions, rpc_questions, rpc_flash, rpc_server)
+_MODULES = (rpc_sessions, rpc_snapshots, rpc_questions, rpc_flash, rpc_server)
 _requests = itertools.count(1)
 
 
