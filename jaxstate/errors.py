@@ -90,5 +90,17 @@ class ForeignSnapshotError(SnapshotError):
     """It is whole, but of another format, model or size."""
 
 
+class UnknownSnapshotError(SnapshotError):
+    """There is no snapshot of this name."""
+
+
+class SnapshotExistsError(SnapshotError):
+    """The name or path of a new snapshot is taken."""
+
+
+class SnapshotSpaceError(SnapshotError):
+    """A snapshot cannot be written: the disk is full, broken, or not ours."""
+
+
 class JournalError(ClosedError):
     """The journal cannot be used, or written any more: nothing durable is done from now on."""

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import secrets
 import shutil
 import zlib
@@ -25,11 +26,18 @@ import orbax.checkpoint as ocp
 
 from jaxstate import cell_copy
 from jaxstate.cell_copy import Cells
-from jaxstate.errors import ForeignSnapshotError, SessionError, SnapshotError
+from jaxstate.errors import (
+    ForeignSnapshotError,
+    SessionError,
+    SnapshotError,
+    SnapshotExistsError,
+    SnapshotSpaceError,
+)
 from jaxstate.session import Session
 from jaxstate.verbs import Verbs
 
 FORMAT = 1
+ASIDE = ".part"  # ends the name of what is being written
 _ARRAYS = "arrays"
 _ABOUT = "about.json"
 _FIELDS = (
@@ -76,7 +84,7 @@ def take(
     """Copy a session whose cells are in the pool.
 
     Raises:
-      SessionError: they are not, or the engine has no copies, see EngineConfig.snapshots.
+      SessionError: they are not.
     """
     if session.stored is not None:
         raise SessionError(
@@ -94,25 +102,29 @@ def write(path: str | pathlib.Path, snapshot: SessionSnapshot) -> None:
     """Write a snapshot to a new directory: aside, then read back, then renamed.
 
     Raises:
-      SnapshotError: the directory exists, cannot be written, or does not hold what was written.
+      SnapshotExistsError: the directory is there already.
+      SnapshotSpaceError: it cannot be written.
+      SnapshotError: it does not hold what was written.
     """
     path = pathlib.Path(path).absolute()
     if path.exists():
-        raise SnapshotError(f"snapshot {path} exists already; choose another path or remove it")
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+        raise SnapshotExistsError(
+            f"snapshot {path.name} exists already; choose another name or remove it"
+        )
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{ASIDE}")
     tree = _tree(snapshot)
     about: dict[str, Any] = {
         "format": FORMAT,
         "fingerprint": snapshot.fingerprint,
         "session": snapshot.fields,
+        "context_len": len(snapshot.token_ids),
         "registered": snapshot.registered,
         "arrays": [_described(array) for array in jax.tree.leaves(tree)],
         "num_layers": len(snapshot.cells),
     }
     try:
         aside.mkdir(parents=True)
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            checkpointer.save(aside / _ARRAYS, args=ocp.args.PyTreeSave(tree))
+        _write_arrays(aside / _ARRAYS, tree)
         about["files"] = _files(aside / _ARRAYS)
         about["crc32"] = _checksum(about)
         (aside / _ABOUT).write_text(json.dumps(about))
@@ -121,7 +133,10 @@ def write(path: str | pathlib.Path, snapshot: SessionSnapshot) -> None:
         os.replace(aside, path)
         _sync_one(path.parent)
     except OSError as error:
-        raise SnapshotError(f"snapshot {path} cannot be written: {error}") from error
+        raise SnapshotSpaceError(
+            f"snapshot {path.name} cannot be written: {error.strerror or error}; free space or "
+            "repair the disk"
+        ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -134,39 +149,51 @@ def read(path: str | pathlib.Path, verbs: Verbs, *, fingerprint: str) -> Session
       SnapshotError: there is none, or it is damaged.
     """
     path = pathlib.Path(path).absolute()
-    try:
-        about = json.loads((path / _ABOUT).read_text())
-        if about.pop("crc32") != _checksum(about):
-            raise ValueError("its checksum is another")
-    except FileNotFoundError:
-        raise SnapshotError(f"{path} holds no finished snapshot ({_ABOUT} is missing)") from None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise SnapshotError(f"snapshot {path}: {_ABOUT} is damaged: {error}") from error
+    about = read_about(path)
     for name, expected in (("format", FORMAT), ("fingerprint", fingerprint)):
         if about.get(name) != expected:
             raise ForeignSnapshotError(
-                f"snapshot {path}: {name} expected {expected}, got {about.get(name)}; restore it "
-                "with the model that it is of"
+                f"snapshot {path.name}: {name} expected {expected}, got {about.get(name)}; "
+                "restore it with the model that it is of"
             )
     arrays = _read_arrays(path, about)
     token_ids, shifts, cells = arrays["token_ids"], arrays["shifts"], arrays["cells"]
     limit = verbs.config.context_len
     if len(token_ids) > limit:
         raise ForeignSnapshotError(
-            f"snapshot {path}: expected at most context_len={limit} tokens, got {len(token_ids)}; "
-            "start with a longer context"
+            f"snapshot {path.name}: expected at most context_len={limit} tokens, got "
+            f"{len(token_ids)}; start with a longer context"
         )
     expected = cell_copy.described(verbs.model, len(token_ids))
     found = [[(array.shape, array.dtype) for array in layer] for layer in cells]
     if found != expected:
         raise ForeignSnapshotError(
-            f"snapshot {path}: cells expected {expected[:1]} in {len(expected)} layers, got "
+            f"snapshot {path.name}: cells expected {expected[:1]} in {len(expected)} layers, got "
             f"{found[:1]} in {len(found)}; restore it with the dtype that it is of"
         )
     return SessionSnapshot(
         fields=about["session"], token_ids=token_ids, shifts=shifts, cells=cells,
         fingerprint=fingerprint, registered=about["registered"],
     )  # fmt: skip
+
+
+def read_about(path: pathlib.Path) -> dict[str, Any]:
+    """Read what a snapshot says of itself; its arrays are not looked at.
+
+    Raises:
+      SnapshotError: there is none, or that is damaged.
+    """
+    try:
+        about = json.loads((path / _ABOUT).read_text())
+        if about.pop("crc32") != _checksum(about):
+            raise ValueError("its checksum is another")
+    except FileNotFoundError:
+        raise SnapshotError(
+            f"{path.name} holds no finished snapshot ({_ABOUT} is missing)"
+        ) from None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise SnapshotError(f"snapshot {path.name}: {_ABOUT} is damaged: {error}") from error
+    return about
 
 
 def put(verbs: Verbs, snapshot: SessionSnapshot, session_id: str) -> Session:
@@ -195,6 +222,17 @@ def _tree(snapshot: SessionSnapshot) -> dict[str, Any]:
     }
 
 
+def _write_arrays(path: pathlib.Path, tree: dict[str, Any]) -> None:
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
+    except ValueError as error:  # what a disk refuses comes as one, with the system's code in it
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+
+
 def _read_arrays(path: pathlib.Path, about: dict[str, Any]) -> dict[str, Any]:
     """Read the arrays of a snapshot as they were described; SnapshotError if they are not so.
 
@@ -203,12 +241,13 @@ def _read_arrays(path: pathlib.Path, about: dict[str, Any]) -> dict[str, Any]:
     try:
         files = _files(path / _ARRAYS)
     except OSError as error:
-        raise SnapshotError(f"snapshot {path} cannot be read: {error}") from error
+        raise SnapshotError(f"snapshot {path.name} cannot be read: {error}") from error
     for name in sorted({*files, *about["files"]}):
         expected, got = about["files"].get(name), files.get(name)
         if got != expected:
             raise SnapshotError(
-                f"snapshot {path} is damaged: {name} expected bytes and crc32 {expected}, got {got}"
+                f"snapshot {path.name} is damaged: {name} expected bytes and crc32 {expected}, got "
+                f"{got}"
             )
     leaves = [np.empty(shape, np.dtype(dtype)) for shape, dtype, _ in about["arrays"]]
     empty = {"token_ids": 0, "shifts": 0, "cells": [[0, 0] for _ in range(about["num_layers"])]}
@@ -221,7 +260,7 @@ def _read_arrays(path: pathlib.Path, about: dict[str, Any]) -> dict[str, Any]:
     for index, (one, expected) in enumerate(zip(found, about["arrays"], strict=True)):
         if one != expected:
             raise SnapshotError(
-                f"snapshot {path} is damaged: array {index} expected {expected}, got {one}"
+                f"snapshot {path.name} is damaged: array {index} expected {expected}, got {one}"
             )
     return arrays
 

@@ -198,6 +198,13 @@ def serve(
             show_default="they end with it",
         ),
     ] = None,
+    snapshot_dir: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            help="Directory of sessions that clients save by name.",
+            show_default="in --state-dir",
+        ),
+    ] = None,
     durability: Annotated[
         str,
         typer.Option(
@@ -213,7 +220,7 @@ def serve(
     options = serve_command.ServeOptions(
         model=model, served_model_name=served_model_name, dtype=dtype,
         weights=cast(Weights, weights), metrics_port=metrics_port, force=force,
-        state_dir=state_dir, durability=cast(Durability, durability),
+        state_dir=state_dir, snapshot_dir=snapshot_dir, durability=cast(Durability, durability),
         server=ServerConfig(host=host, port=port, grace_s=grace_s),
         sizes=Sizes(
             max_model_len=max_model_len, kv_cells=kv_cells, page_size=page_size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any
 
 from jaxstate import needs
@@ -12,11 +12,10 @@ from jaxstate.errors import CapacityError
 from jaxstate.flash import FlashQuery
 from jaxstate.prepositioning import Entry
 from jaxstate.scheduler import State, Ticket
-from jaxstate.serving import append_memory
-from jaxstate.serving.append_memory import Number
 from jaxstate.serving.journal import Journal
 from jaxstate.serving.journal_rows import SavedSession
 from jaxstate.serving.snapshots import Snapshots
+from jaxstate.serving.write_memory import Number
 from jaxstate.session import Session
 from jaxstate.verbs import Earlier, Verbs
 
@@ -158,14 +157,11 @@ class Durable:
             if self._snapshots is not None:
                 self._snapshots.forget(session_id)
 
-    def numbered(
-        self, steps: Generator, session_id: str, number: Number, token_ids: Sequence[int]
-    ) -> Generator:
-        """Run an append that has a number, and note that beside its change."""
+    def numbered(self, steps: Generator, session_id: str, number: Number, what: bytes) -> Generator:
+        """Run a verb that has a number, and note that and its digest beside its change."""
         version = yield from steps
         if self._journal is not None:
-            known = append_memory.digest(token_ids)
-            self._journal.number(session_id, number, known, version)
+            self._journal.number(session_id, number, what, version)
         return version
 
     def registered(self, session_id: str, query: FlashQuery) -> None:

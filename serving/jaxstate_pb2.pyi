@@ -214,10 +214,12 @@ class ListSnapshotsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListSnapshotsResponse(_message.Message):
-    __slots__ = ("snapshots",)
+    __slots__ = ("snapshots", "damaged")
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
     snapshots: _containers.RepeatedCompositeFieldContainer[SavedSnapshot]
-    def __init__(self, snapshots: _Optional[_Iterable[_Union[SavedSnapshot, _Mapping]]] = ...) -> None: ...
+    damaged: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, snapshots: _Optional[_Iterable[_Union[SavedSnapshot, _Mapping]]] = ..., damaged: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DeleteSnapshotRequest(_message.Message):
     __slots__ = ("name",)

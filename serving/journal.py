@@ -25,8 +25,8 @@ from jaxstate.errors import ForeignSnapshotError, JournalError, SnapshotError
 from jaxstate.flash import FlashQuery
 from jaxstate.prepositioning import Entry
 from jaxstate.serving import journal_rows
-from jaxstate.serving.append_memory import REMEMBERED, Number
-from jaxstate.serving.journal_rows import NumberedAppend, SavedSession, Tokens
+from jaxstate.serving.journal_rows import NumberedWrite, SavedSession, Tokens
+from jaxstate.serving.write_memory import REMEMBERED, Number
 from jaxstate.session import Change, Session
 
 Durability = Literal["full", "normal", "off"]
@@ -151,7 +151,7 @@ class Journal:
                 found[name].changes.append(change)
             for name, writer, sequence, digest, version in self._rows("numbers", session_id):
                 found[name].numbers.append(
-                    NumberedAppend(writer=writer, sequence=sequence, digest=digest, version=version)
+                    NumberedWrite(writer=writer, sequence=sequence, digest=digest, version=version)
                 )
             for name, flash_id, question, risk, gates in self._rows("questions", session_id):
                 asked = journal_rows.question_from_json(question)
@@ -196,7 +196,7 @@ class Journal:
         session.saved_len = session.stream_len
 
     def number(self, session_id: str, number: Number, digest: bytes, version: int) -> None:
-        """Note a numbered append beside the change that it made."""
+        """Note a numbered verb beside the change that it made."""
         self._pending.append(_put("numbers", session_id, *number, digest, version))
 
     def question(self, session_id: str, query: FlashQuery) -> None:

@@ -67,8 +67,8 @@ class Tokens:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NumberedAppend:
-    """An append that had a number, see AppendMemory; `version` is what it led to."""
+class NumberedWrite:
+    """A verb that had a number, see WriteMemory; `version` is what it led to."""
 
     writer: str
     sequence: int
@@ -83,7 +83,7 @@ class SavedSession:
     Attributes:
       tokens: as they were last.
       changes: the newest of those that led there, without a gap.
-      numbers: numbered appends, oldest first.
+      numbers: numbered verbs, oldest first.
       queries: registered questions with their gates.
       headers: declared ones.
       snapshot: name of its newest snapshot; "" = none.
@@ -94,7 +94,7 @@ class SavedSession:
     when_full: WhenFull
     tokens: Tokens
     changes: list[Change] = dataclasses.field(default_factory=list)
-    numbers: list[NumberedAppend] = dataclasses.field(default_factory=list)
+    numbers: list[NumberedWrite] = dataclasses.field(default_factory=list)
     queries: list[FlashQuery] = dataclasses.field(default_factory=list)
     headers: list[Entry] = dataclasses.field(default_factory=list)
     snapshot: str = ""

@@ -55,9 +55,8 @@ from jaxstate.needs import Steps
 from jaxstate.plan import JobClass, Limits
 from jaxstate.prepositioning import Entry, Prepositions
 from jaxstate.scheduler import Scheduler, State, Ticket
-from jaxstate.serving import recovery
+from jaxstate.serving import recovery, write_memory
 from jaxstate.serving.answer_log import AnswerLog, FreshAnswer
-from jaxstate.serving.append_memory import AppendMemory, Number
 from jaxstate.serving.bursts import BURST_GAP_S, Bursts
 from jaxstate.serving.compilations import Compilations
 from jaxstate.serving.description import Overview, ServiceInfo, SessionInfo
@@ -67,6 +66,7 @@ from jaxstate.serving.journal import Journal
 from jaxstate.serving.journal_rows import SavedSession
 from jaxstate.serving.pending import Pending
 from jaxstate.serving.snapshots import Snapshots
+from jaxstate.serving.write_memory import Number, WriteMemory
 from jaxstate.session import WhenFull, common_len
 from jaxstate.session_snapshot import SessionSnapshot
 
@@ -134,7 +134,7 @@ class LocalService:
         self._submitting: collections.Counter[JobClass] = collections.Counter()
         self._boards: dict[str, FlashBoard] = {}
         self._logs: dict[str, AnswerLog] = {}
-        self._memories: dict[str, AppendMemory] = {}
+        self._memories: dict[str, WriteMemory] = {}
         self._listeners: list[Callable[[], None]] = []
         self._prepositions: dict[str, Prepositions] = {}
         self._advancing: dict[Ticket, tuple[Prepositions, Entry, int]] = {}  # version
@@ -236,7 +236,8 @@ class LocalService:
         Returns:
           the version that was saved.
         Raises:
-          SnapshotError: the directory is there already, or cannot be written.
+          SnapshotExistsError: the directory is there already.
+          SnapshotSpaceError: it cannot be written.
           SessionError: unknown, or its cells leave the pool as soon as they come.
         """
         verbs = self._engine.verbs
@@ -348,7 +349,7 @@ class LocalService:
         """See Engine.append; its result is the new version.
 
         Args:
-          number: one that comes again with the same number is applied once, see AppendMemory.
+          number: one that comes again with the same number is applied once, see WriteMemory.
           behind: an earlier append of the session, if that has to be done for this to be run.
           how: deadline_s.
         """
@@ -357,32 +358,28 @@ class LocalService:
         if behind is not None:
             begin = functools.partial(_only_behind, behind, begin)
 
-        def note(session_id: str, token_ids: Sequence[int]) -> Steps:
-            assert number is not None
-            steps = begin(session_id, token_ids)
-            return self._durable.numbered(steps, session_id, number, token_ids)
-
         def submit(pending: Pending) -> None:
             session = self._engine.session(session_id)
-            known = self._memories[session_id].find(number, token_ids) if number else None
-            if known is not None:
-                self._attach(pending, known)
-                return
             ahead = sum(
                 tokens for ticket, tokens in self._appending.items() if ticket.session == session_id
             )
             full = session.context_len + ahead + count > self._engine.config.context_len
-            ticket = self._submit_durable(
-                pending, note if number else begin, session_id, token_ids, cells=count,
+            self._submit_numbered(
+                pending, begin, session_id, token_ids, number, "append", cells=count,
                 exclusive=full, **how,
             )  # fmt: skip
-            if number:
-                self._memories[session_id].note(number, token_ids, ticket)
 
         return self._pending(JobClass.APPEND, submit)
 
-    def update(self, session_id: str, token_ids: Sequence[int], **how: Any) -> Pending:
-        """See Engine.update; its result is the new version. `how`: deadline_s."""
+    def update(
+        self,
+        session_id: str,
+        token_ids: Sequence[int],
+        *,
+        number: Number | None = None,
+        **how: Any,
+    ) -> Pending:
+        """See Engine.update; its result is the new version. `number`, `how`: as of append."""
 
         def submit(pending: Pending) -> None:
             session = self._engine.session(session_id)
@@ -390,22 +387,28 @@ class LocalService:
             if not any(ticket.session == session_id for ticket in self._appending):
                 stream = np.asarray(session.token_ids[session.frozen_len :], np.int64)
                 count -= common_len(stream, np.asarray(token_ids, np.int64))
-            self._submit_durable(
-                pending, self._engine.verbs.update, session_id, token_ids, cells=count,
-                exclusive=True, **how,
+            self._submit_numbered(
+                pending, self._engine.verbs.update, session_id, token_ids, number, "update",
+                cells=count, exclusive=True, **how,
             )  # fmt: skip
 
         return self._pending(JobClass.APPEND, submit)
 
-    def rollback(self, session_id: str, count: int, **how: Any) -> Pending:
-        """See Engine.rollback; its result is the new version. `how`: deadline_s."""
+    def rollback(
+        self, session_id: str, count: int, *, number: Number | None = None, **how: Any
+    ) -> Pending:
+        """See Engine.rollback; its result is the new version. `number`, `how`: as of append."""
 
         def begin(session_id: str, token_ids: Sequence[int]) -> Steps:
             yield from ()  # a verb like the others, that needs nothing
             return self._engine.rollback(session_id, count)
 
         def submit(pending: Pending) -> None:
-            self._submit_durable(pending, begin, session_id, (), cells=0, exclusive=True, **how)
+            self._engine.session(session_id)
+            self._submit_numbered(
+                pending, begin, session_id, (), number, f"rollback {count}", cells=0,
+                exclusive=True, **how,
+            )  # fmt: skip
 
         return self._pending(JobClass.APPEND, submit)
 
@@ -821,7 +824,7 @@ class LocalService:
         self._boards[session_id] = FlashBoard()
         self._prepositions[session_id] = Prepositions(self._preposition)
         self._logs[session_id] = AnswerLog()
-        self._memories[session_id] = AppendMemory()
+        self._memories[session_id] = WriteMemory()
 
     def _forget(self, session_id: str) -> None:
         """Drop what there is of a session beside its record."""
@@ -923,6 +926,32 @@ class LocalService:
         return self._submit(
             pending, begin, session_id, entry.token_ids, JobClass.ADVANCE, cells=cells, **how
         )
+
+    def _submit_numbered(
+        self,
+        pending: Pending,
+        begin: Callable[..., Steps],
+        session_id: str,
+        token_ids: Sequence[int],
+        number: Number | None,
+        verb: str,
+        **how: Any,
+    ) -> None:
+        """Submit what will change a session; what has come before with its number only once."""
+        if number is None:
+            self._submit_durable(pending, begin, session_id, token_ids, **how)
+            return
+        memory, what = self._memories[session_id], write_memory.digest(verb, token_ids)
+        known = memory.find(number, what)
+        if known is not None:
+            self._attach(pending, known)
+            return
+
+        def note(session_id: str, token_ids: Sequence[int]) -> Steps:
+            return self._durable.numbered(begin(session_id, token_ids), session_id, number, what)
+
+        ticket = self._submit_durable(pending, note, session_id, token_ids, **how)
+        memory.note(number, what, ticket)
 
     def _submit_durable(
         self,

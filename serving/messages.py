@@ -13,6 +13,7 @@ from jaxstate.sampling import Sampling
 from jaxstate.serving import jaxstate_pb2 as pb
 from jaxstate.serving.description import ServiceInfo, SessionInfo
 from jaxstate.serving.local_service import From, Stale
+from jaxstate.serving.snapshot_store import SavedSnapshot
 from jaxstate.session import WhenFull
 
 _LONGEST_ID = 128
@@ -153,6 +154,18 @@ def session(info: SessionInfo) -> pb.Session:
         cached_tokens=info.cached_tokens,
         rebuilt=info.rebuilt,
         flash_queries=info.num_flash,
+    )
+
+
+def saved_snapshot(found: SavedSnapshot) -> pb.SavedSnapshot:
+    """Say what was saved."""
+    return pb.SavedSnapshot(
+        name=found.name,
+        session_id=found.session_id,
+        version=found.version,
+        context_tokens=found.context_len,
+        size_bytes=found.size_bytes,
+        saved_at=found.saved_at,
     )
 
 

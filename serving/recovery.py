@@ -10,8 +10,8 @@ from jaxstate.errors import CapacityError, SnapshotError
 from jaxstate.flash import FlashBoard
 from jaxstate.prepositioning import Prepositions
 from jaxstate.serving import journal_rows
-from jaxstate.serving.append_memory import AppendMemory
 from jaxstate.serving.journal_rows import SavedSession
+from jaxstate.serving.write_memory import WriteMemory
 from jaxstate.session import Session
 
 
@@ -36,9 +36,9 @@ def recover(engine: Engine, saved: SavedSession) -> None:
 
 
 def refill(
-    saved: SavedSession, board: FlashBoard, prepositions: Prepositions, memory: AppendMemory
+    saved: SavedSession, board: FlashBoard, prepositions: Prepositions, memory: WriteMemory
 ) -> None:
-    """Bring back what a session was registered for and which appends it has had."""
+    """Bring back what a session was registered for and which numbered verbs it has had."""
     for query in saved.queries:
         board.recall(query)
     for header in saved.headers:

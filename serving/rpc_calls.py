@@ -24,6 +24,7 @@ from jaxstate.serving import prompts
 from jaxstate.serving.local_service import LocalService
 from jaxstate.serving.pending import Pending
 from jaxstate.serving.rpc_errors import UnavailableError
+from jaxstate.serving.snapshot_store import SnapshotStore
 
 NUM_THREADS = 64  # that may wait for the worker to take a verb
 Undo = Callable[[Any], Any]
@@ -38,11 +39,13 @@ class Served:
       service: runs the verbs; whoever made it closes it.
       tokenizer: of its engine; None = clients send token ids.
       name: the model's.
+      snapshots: where clients' snapshots are; None = there are none.
     """
 
     service: LocalService
     tokenizer: Tokenizer | None
     name: str
+    snapshots: SnapshotStore | None = None
 
 
 class Backend:
@@ -147,6 +150,7 @@ class Call:
         self.service = served.service
         self.tokenizer = served.tokenizer
         self.model_name = served.name
+        self.snapshots = served.snapshots
         self.tenant = tenant_of(context)
 
     @property

@@ -29,6 +29,9 @@ _CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
     (errors.ClosedError, grpc.StatusCode.UNAVAILABLE),
     (errors.CancelledError, grpc.StatusCode.ABORTED),  # by somebody else: its session was closed
     (errors.CursorError, grpc.StatusCode.OUT_OF_RANGE),
+    (errors.UnknownSnapshotError, grpc.StatusCode.NOT_FOUND),
+    (errors.SnapshotExistsError, grpc.StatusCode.ALREADY_EXISTS),
+    (errors.SnapshotSpaceError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.ForeignSnapshotError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.SnapshotError, grpc.StatusCode.DATA_LOSS),
     (NotImplementedError, grpc.StatusCode.UNIMPLEMENTED),

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from jaxstate.errors import BusyError, InputError, JaxStateError
 from jaxstate.serving import jaxstate_pb2 as pb
 from jaxstate.serving import messages
-from jaxstate.serving.append_memory import Number
 from jaxstate.serving.pending import Pending
 from jaxstate.serving.rpc_calls import Call
 from jaxstate.serving.rpc_errors import SeriesError
+from jaxstate.serving.write_memory import Number
 
 _DEFAULT_PAGE = 256  # sessions
 _FLYING = 32  # appends of a stream that wait for the worker; the client's others wait for these
@@ -128,16 +128,20 @@ async def update(request: pb.UpdateRequest, call: Call) -> pb.UpdateResponse:
         call.service.update,
         messages.session_id(request.session_id),
         await call.ids(request.prompt, "prompt"),
+        number=(number := _number(request)),
     )
-    return pb.UpdateResponse(version=await call.result(pending))
+    return pb.UpdateResponse(version=await call.result(pending, cancels=number is None))
 
 
 async def rollback(request: pb.RollbackRequest, call: Call) -> pb.RollbackResponse:
     """Drop a session's last tokens."""
     pending = await call.begin(
-        call.service.rollback, messages.session_id(request.session_id), request.tokens
+        call.service.rollback,
+        messages.session_id(request.session_id),
+        request.tokens,
+        number=(number := _number(request)),
     )
-    return pb.RollbackResponse(version=await call.result(pending))
+    return pb.RollbackResponse(version=await call.result(pending, cancels=number is None))
 
 
 async def _described(call: Call, name: str) -> pb.Session:
@@ -149,7 +153,7 @@ async def _described(call: Call, name: str) -> pb.Session:
         raise
 
 
-def _number(request: pb.AppendRequest) -> Number | None:
+def _number(request: pb.AppendRequest | pb.UpdateRequest | pb.RollbackRequest) -> Number | None:
     if not request.sequence:
         return None
     return messages.writer(request.writer), request.sequence

@@ -1,28 +1,47 @@
-"""Calls that save sessions and bring them back."""
+"""Calls that save sessions by name and bring them back."""
 
 from __future__ import annotations
 
+from jaxstate.errors import SessionError
 from jaxstate.serving import jaxstate_pb2 as pb
+from jaxstate.serving import messages
 from jaxstate.serving.rpc_calls import Call
+from jaxstate.serving.snapshot_store import SnapshotStore
 
 
 async def snapshot(request: pb.SnapshotRequest, call: Call) -> pb.SavedSnapshot:
-    """Save a session."""
-    raise NotImplementedError("Snapshot")
+    """Save a session; what is saved when its client has gone away stays, under its name."""
+    name = messages.session_id(request.session_id)
+    saved = await call.run(_store(call).save, call.service, name, request.name, tenant=call.tenant)
+    return messages.saved_snapshot(saved)
 
 
 async def restore(request: pb.RestoreRequest, call: Call) -> pb.Session:
-    """Open a session that was saved."""
-    raise NotImplementedError("Restore")
+    """Open a session that was saved, or have it replace an open one."""
+    name = await call.run(
+        _store(call).restore, call.service, request.name,
+        session_id=messages.new_session_id(request.session_id), tenant=call.tenant,
+    )  # fmt: skip
+    return messages.session(await call.run(call.service.describe, name))
 
 
 async def list_snapshots(request: pb.ListSnapshotsRequest, call: Call) -> pb.ListSnapshotsResponse:
-    """List what is saved."""
-    raise NotImplementedError("ListSnapshots")
+    """List what is saved, also what cannot be read any more."""
+    found, damaged = await call.run(_store(call).saved, tenant=call.tenant)
+    return pb.ListSnapshotsResponse(
+        snapshots=[messages.saved_snapshot(one) for one in found], damaged=damaged
+    )
 
 
 async def delete_snapshot(
     request: pb.DeleteSnapshotRequest, call: Call
 ) -> pb.DeleteSnapshotResponse:
     """Forget what was saved."""
-    raise NotImplementedError("DeleteSnapshot")
+    await call.run(_store(call).delete, request.name, tenant=call.tenant)
+    return pb.DeleteSnapshotResponse()
+
+
+def _store(call: Call) -> SnapshotStore:
+    if call.snapshots is None:
+        raise SessionError("this server keeps no snapshots; start it with --snapshot-dir")
+    return call.snapshots

@@ -27,6 +27,7 @@ from jaxstate.serving.live_page import LivePage
 from jaxstate.serving.local_service import LocalService
 from jaxstate.serving.rpc_calls import Served
 from jaxstate.serving.serve_sizes import Sizes
+from jaxstate.serving.snapshot_store import SnapshotStore
 from jaxstate.serving.snapshots import Snapshots
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -46,6 +47,7 @@ class ServeOptions:
       force: let other machines in, though nobody has to say who he is.
       state_dir: where sessions outlive the process; None = they end with it.
       durability: see Journal; "off" = nothing is kept.
+      snapshot_dir: of what clients save by name; None = beside what state_dir keeps, if that is.
     """
 
     model: str
@@ -58,6 +60,7 @@ class ServeOptions:
     force: bool = False
     state_dir: pathlib.Path | None = None
     durability: Durability = "full"
+    snapshot_dir: pathlib.Path | None = None
 
     def __post_init__(self):
         """Refuse what would let others in unasked, or lose what is to be kept."""
@@ -139,7 +142,15 @@ def _load(options: ServeOptions, cache_dir: pathlib.Path, log: Console) -> Serve
     return Served(
         service=service, tokenizer=loaded.tokenizer,
         name=options.served_model_name or loaded.name,
+        snapshots=_snapshots(options, loaded.fingerprint),
     )  # fmt: skip
+
+
+def _snapshots(options: ServeOptions, fingerprint: str) -> SnapshotStore | None:
+    directory = options.snapshot_dir
+    if directory is None and options.state_dir is not None:
+        directory = options.state_dir / "saved"
+    return SnapshotStore(directory, fingerprint=fingerprint) if directory else None
 
 
 def _kept(options: ServeOptions, fingerprint: str) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 
 import command_line
+import grpc
 import grpc_service
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from grpc_service import WAIT_S, text, tokens
+from grpc_service import WAIT_S, refused, text, tokens
 
 from jaxstate.serving import jaxstate_pb2 as pb
 
@@ -146,6 +147,25 @@ def test_an_append_that_comes_again_is_applied_once(stub):
     assert _append(stub, name, _ids(6, 1), writer="feed", sequence=2).version == 3
     session = stub.GetSession(pb.GetSessionRequest(session_id=name))
     assert (session.version, session.context_tokens) == (3, 27)
+
+
+def test_updates_and_rollbacks_that_come_again_are_applied_once(stub):
+    name = _open(stub, _ids(9))
+    update = pb.UpdateRequest(session_id=name, prompt=tokens(_ids(8, 1)), writer="w", sequence=1)
+    rollback = pb.RollbackRequest(session_id=name, tokens=3, writer="w", sequence=2)
+    assert [stub.Update(update).version for _ in range(3)] == [1, 1, 1]
+    assert [stub.Rollback(rollback).version for _ in range(3)] == [2, 2, 2]
+    assert stub.Update(update).version == 1
+    session = stub.GetSession(pb.GetSessionRequest(session_id=name))
+    assert (session.version, session.context_tokens) == (2, 14)
+    rollback.tokens = 4
+    for other in (
+        lambda: _append(stub, name, _ids(8, 1), writer="w", sequence=1),
+        lambda: stub.Rollback(rollback),
+    ):
+        with refused(grpc.StatusCode.INVALID_ARGUMENT):
+            other()
+    assert stub.Rollback(pb.RollbackRequest(session_id=name, tokens=3)).version == 3
 
 
 def test_a_committed_turn_becomes_part_of_the_session(stub, dense):

@@ -9,9 +9,9 @@ from jaxstate.errors import CursorError, InputError
 from jaxstate.flash import FlashQuery, Question
 from jaxstate.plan import JobClass
 from jaxstate.scheduler import State, Ticket
-from jaxstate.serving import answer_log, append_memory
+from jaxstate.serving import answer_log, write_memory
 from jaxstate.serving.answer_log import AnswerLog
-from jaxstate.serving.append_memory import AppendMemory
+from jaxstate.serving.write_memory import WriteMemory, digest
 
 
 def _ticket(state=State.DONE):
@@ -41,24 +41,27 @@ QUERY = FlashQuery(flash_id=1, question=Question(token_ids=(1, 2)))
         (State.CANCELLED, False),
     ],
 )
-def test_an_append_is_tried_again_only_if_it_was_not_applied(state, known):
-    memory, ticket = AppendMemory(), _ticket(state)
-    memory.note(("feed", 1), [1, 2], ticket)
-    assert memory.find(("feed", 1), [1, 2]) is (ticket if known else None)
-    assert memory.find(("feed", 2), [1, 2]) is memory.find(("other", 1), [1, 2]) is None
+def test_a_verb_is_tried_again_only_if_it_was_not_applied(state, known):
+    memory, ticket = WriteMemory(), _ticket(state)
+    memory.note(("feed", 1), digest("append", [1, 2]), ticket)
+    assert memory.find(("feed", 1), digest("append", [1, 2])) is (ticket if known else None)
+    for new in (("feed", 2), ("other", 1)):
+        assert memory.find(new, digest("append", [1, 2])) is None
 
 
 def test_a_number_that_was_forgotten_is_refused_and_not_applied_again():
-    memory = AppendMemory()
-    for number in range(1, append_memory.REMEMBERED + 2):
-        memory.note(("feed", number), [number], _ticket())
-    assert memory.find(("feed", 2), [2]) is not None
+    memory = WriteMemory()
+    for number in range(1, write_memory.REMEMBERED + 2):
+        memory.note(("feed", number), digest("append", [number]), _ticket())
+    assert memory.find(("feed", 2), digest("append", [2])) is not None
     with pytest.raises(InputError, match="expected more than 1025"):
-        memory.find(("feed", 1), [1])
-    with pytest.raises(InputError, match="got others"):
-        memory.find(("feed", 2), [3])
+        memory.find(("feed", 1), digest("append", [1]))
+    with pytest.raises(InputError, match="got something else"):
+        memory.find(("feed", 2), digest("append", [3]))
+    with pytest.raises(InputError, match="got something else"):
+        memory.find(("feed", 2), digest("update", [2]))
     with pytest.raises(InputError, match="1 or more"):
-        memory.find(("feed", 0), [1])
+        memory.find(("feed", 0), digest("append", [1]))
 
 
 def test_a_cursor_is_followed_by_all_that_came_behind_it():

@@ -260,20 +260,24 @@ def test_the_journal_has_what_a_session_is_after_every_verb(engine, tmp_path):
     service.close()
 
 
-def test_a_numbered_append_that_comes_again_after_a_kill_is_applied_once(engine, tmp_path):
+def test_a_numbered_verb_that_comes_again_after_a_kill_is_applied_once(engine, tmp_path):
     service = LocalService(engine, journal=_journal(tmp_path / "live"))
     session = service.create(_ids(1, 5))
     for number in (1, 2):
         service.append(session, _ids(number, 4), number=("feed", number)).result(WAIT_S)
+    service.rollback(session, 1, number=("feed", 3)).result(WAIT_S)
+    service.update(session, _ids(7, 4), number=("feed", 4)).result(WAIT_S)
     shutil.copytree(tmp_path / "live", tmp_path / "killed")  # what a kill would leave now
     service.close()
     engine.close(session)
     service = LocalService(engine, journal=_journal(tmp_path / "killed"))
     assert service.append(session, _ids(2, 4), number=("feed", 2)).result(WAIT_S) == 2
-    with pytest.raises(InputError, match="expected the tokens that writer"):
+    assert service.rollback(session, 1, number=("feed", 3)).result(WAIT_S) == 3
+    assert service.update(session, _ids(7, 4), number=("feed", 4)).result(WAIT_S) == 4
+    with pytest.raises(InputError, match="expected what writer"):
         service.append(session, _ids(9, 4), number=("feed", 1))
-    assert service.append(session, _ids(3, 4), number=("feed", 3)).result(WAIT_S) == 3
-    assert engine.session(session).token_ids == [*_ids(1, 5), *_ids(1, 4), *_ids(2, 4), *_ids(3, 4)]
+    assert service.append(session, _ids(3, 4), number=("feed", 5)).result(WAIT_S) == 5
+    assert engine.session(session).token_ids == [*_ids(1, 5), *_ids(7, 4), *_ids(3, 4)]
     service.close()
 
 

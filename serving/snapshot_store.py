@@ -1,0 +1,140 @@
+"""Sessions that clients have saved by name, each tenant's in a directory of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+import secrets
+import shutil
+import time
+import urllib.parse
+
+from jaxstate import session_snapshot
+from jaxstate.errors import InputError, SnapshotError, UnknownSnapshotError
+from jaxstate.serving.local_service import LocalService
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedSnapshot:
+    """What there is of a saved session.
+
+    Attributes:
+      name: of the snapshot.
+      session_id: of the session, when it was saved.
+      version, context_len: the session's, then.
+      size_bytes: on disk.
+      saved_at: seconds since 1970.
+    """
+
+    name: str
+    session_id: str
+    version: int
+    context_len: int
+    size_bytes: int
+    saved_at: float
+
+
+class SnapshotStore:
+    """A directory of snapshots; what a name stands for never changes."""
+
+    def __init__(self, directory: str | pathlib.Path, *, fingerprint: str):
+        """Use a directory, which is made if need be; what was left half written is removed.
+
+        Args:
+          fingerprint: of the model, `LoadedModel.fingerprint`.
+        """
+        self._directory = pathlib.Path(directory)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._fingerprint = fingerprint
+        for left in self._directory.glob(f"*/*{session_snapshot.ASIDE}"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def save(
+        self, service: LocalService, session_id: str, name: str = "", *, tenant: str = ""
+    ) -> SavedSnapshot:
+        """Save a session; see LocalService.snapshot.
+
+        Args:
+          name: "" = one that tells when it was saved.
+        Raises:
+          InputError: a name that is none.
+          SnapshotExistsError: the name is taken.
+          SnapshotSpaceError: it cannot be written.
+          SessionError: unknown, or its cells leave the pool as soon as they come.
+        """
+        if not name:
+            name = time.strftime("%Y-%m-%dT%H.%M.%S", time.gmtime()) + f"-{secrets.token_hex(3)}"
+        service.snapshot(session_id, self._path(tenant, name), fingerprint=self._fingerprint)
+        return self._described(self._path(tenant, name))
+
+    def restore(
+        self,
+        service: LocalService,
+        name: str,
+        *,
+        session_id: str | None = None,
+        tenant: str = "",
+    ) -> str:
+        """Open a session from what was saved, or have it replace one; see LocalService.restore.
+
+        Raises:
+          InputError: a name that is none.
+          UnknownSnapshotError: nothing has it.
+          SnapshotError: it is damaged, or of another model.
+          SessionError, PoolFullError: see LocalService.restore.
+        """
+        return service.restore(
+            self._known(tenant, name), fingerprint=self._fingerprint, session_id=session_id,
+            tenant=tenant,
+        )  # fmt: skip
+
+    def saved(self, *, tenant: str = "") -> tuple[list[SavedSnapshot], list[str]]:
+        """Return a tenant's snapshots by name, and the names of those that are damaged."""
+        found, damaged = [], []
+        for path in sorted(self._of(tenant).glob("*")):
+            if not _NAME.fullmatch(path.name) or path.name.endswith(session_snapshot.ASIDE):
+                continue
+            try:
+                found.append(self._described(path))
+            except SnapshotError:
+                damaged.append(path.name)
+        return found, damaged
+
+    def delete(self, name: str, *, tenant: str = "") -> None:
+        """Forget what was saved.
+
+        Raises:
+          InputError: a name that is none.
+          UnknownSnapshotError: nothing has it.
+        """
+        shutil.rmtree(self._known(tenant, name))
+
+    def _of(self, tenant: str) -> pathlib.Path:
+        return self._directory / f"tenant-{urllib.parse.quote(tenant, safe='')}"
+
+    def _path(self, tenant: str, name: str) -> pathlib.Path:
+        if not _NAME.fullmatch(name) or name.endswith(session_snapshot.ASIDE):
+            raise InputError(
+                f"name: expected up to 128 letters, digits, and . _ : -, and a letter or digit "
+                f'first, not "{session_snapshot.ASIDE}" last, got {name!r}'
+            )
+        return self._of(tenant) / name
+
+    def _known(self, tenant: str, name: str) -> pathlib.Path:
+        path = self._path(tenant, name)
+        if not path.is_dir():
+            raise UnknownSnapshotError(f"snapshot {name} is unknown; see ListSnapshots")
+        return path
+
+    def _described(self, path: pathlib.Path) -> SavedSnapshot:
+        about = session_snapshot.read_about(path)
+        fields = about["session"]
+        return SavedSnapshot(
+            name=path.name, session_id=fields["session_id"], version=fields["version"],
+            context_len=about["context_len"],
+            size_bytes=sum(size for size, _ in about["files"].values()),
+            saved_at=path.stat().st_mtime,
+        )  # fmt: skip

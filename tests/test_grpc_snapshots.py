@@ -1,0 +1,201 @@
+"""Sessions saved by name over gRPC: they come back as they were, or it is said why not."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import grpc
+import grpc_service
+import pytest
+import tiny_engine
+from grpc_service import refused, tokens
+
+from jaxstate.serving import jaxstate_pb2 as pb
+from jaxstate.serving.rpc_calls import Served
+from jaxstate.serving.snapshot_store import SnapshotStore
+
+WAIT_S = 60
+StatusCode = grpc.StatusCode
+
+
+@pytest.fixture(scope="module")
+def behind(tmp_path_factory):
+    model = grpc_service.load(tmp_path_factory.mktemp("model"))
+    return model, grpc_service.engine_of(model)
+
+
+@pytest.fixture
+def running(behind, tmp_path):
+    model, engine = behind
+    with grpc_service.serving(engine, model.tokenizer) as running:
+        store = SnapshotStore(tmp_path / "saved", fingerprint=model.fingerprint)
+        backend = running.server._backend
+        backend._served = Served(
+            service=running.service, tokenizer=model.tokenizer, name="tiny", snapshots=store
+        )
+        yield running
+
+
+@pytest.fixture
+def stub(running):
+    return running.stub
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return tmp_path / "saved" / "tenant-"
+
+
+def _ids(count, seed=0):
+    return tiny_engine.random_ids(seed, count)
+
+
+def _session(stub, name="s"):
+    request = pb.CreateSessionRequest(session_id=name, prefix=tokens(_ids(9)))
+    stub.CreateSession(request, timeout=WAIT_S)
+    stub.Append(pb.AppendRequest(session_id=name, prompt=tokens(_ids(11, 1))), timeout=WAIT_S)
+
+
+def _question():
+    return pb.Question(prompt=tokens(_ids(3, 2)), max_new_tokens=4)
+
+
+def _answer(stub, name):
+    request = pb.QueryRequest(session_id=name, question=_question())
+    return list(stub.Query(request, timeout=WAIT_S))[-1].answer
+
+
+def _save(stub, name="", session="s"):
+    return stub.Snapshot(pb.SnapshotRequest(session_id=session, name=name), timeout=WAIT_S)
+
+
+def _restore(stub, name, session=""):
+    return stub.Restore(pb.RestoreRequest(name=name, session_id=session), timeout=WAIT_S)
+
+
+def _get(stub, name):
+    return stub.GetSession(pb.GetSessionRequest(session_id=name), timeout=WAIT_S)
+
+
+def test_a_saved_session_comes_back_under_any_id_with_its_questions(stub):
+    _session(stub)
+    registered = stub.Register(pb.RegisterRequest(session_id="s", question=_question(), risk=0.05))
+    before = _answer(stub, "s")
+    found = _save(stub, "monday")
+    assert (found.name, found.session_id, found.version) == ("monday", "s", 1)
+    assert found.context_tokens == 20 and found.size_bytes > 0 and found.saved_at > 1.7e9
+    copy = _restore(stub, "monday", "copy")
+    assert (copy.session_id, copy.version, copy.context_tokens) == ("copy", 1, 20)
+    assert _answer(stub, "copy").token_ids == before.token_ids
+    queries = stub.ListFlashQueries(pb.ListFlashQueriesRequest(session_id="copy")).queries
+    assert [(one.question, one.risk) for one in queries] == [(registered.question, 0.05)]
+
+
+def test_a_session_that_has_gone_on_is_put_back_and_its_version_goes_on(stub):
+    _session(stub)
+    before = _answer(stub, "s")
+    _save(stub, "monday")
+    stub.Append(pb.AppendRequest(session_id="s", prompt=tokens(_ids(7, 5))), timeout=WAIT_S)
+    assert _get(stub, "s").version == 2
+    back = _restore(stub, "monday")
+    assert (back.session_id, back.version, back.context_tokens) == ("s", 3, 20)
+    assert _answer(stub, "s").token_ids == before.token_ids
+
+
+def test_snapshots_are_listed_by_name_and_deleted(stub):
+    _session(stub)
+    named = [_save(stub, "b").name, _save(stub, "a").name, _save(stub).name]
+    listed = stub.ListSnapshots(pb.ListSnapshotsRequest())
+    assert [one.name for one in listed.snapshots] == sorted(named)
+    stub.DeleteSnapshot(pb.DeleteSnapshotRequest(name="a"))
+    listed = stub.ListSnapshots(pb.ListSnapshotsRequest())
+    assert "a" not in [one.name for one in listed.snapshots] and len(listed.snapshots) == 2
+    with refused(StatusCode.NOT_FOUND):
+        _restore(stub, "a")
+
+
+def test_a_name_that_is_taken_stays_what_it_was(stub):
+    _session(stub)
+    _save(stub, "monday")
+    stub.Append(pb.AppendRequest(session_id="s", prompt=tokens(_ids(7, 5))), timeout=WAIT_S)
+    with refused(StatusCode.ALREADY_EXISTS) as errors:
+        _save(stub, "monday")
+    assert "choose another name" in errors[0].details()
+    assert _restore(stub, "monday", "copy").context_tokens == 20
+
+
+NO_NAMES = ["../up", "a/b", "..", ".hidden", "x" * 200, "a\0b", "é", "x.part"]
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_what_is_no_name_is_refused_and_nothing_is_touched(stub, saved, name):
+    _session(stub)
+    calls = (
+        lambda: _save(stub, name),
+        lambda: _restore(stub, name),
+        lambda: stub.DeleteSnapshot(pb.DeleteSnapshotRequest(name=name)),
+    )
+    for call in calls:
+        with refused(StatusCode.INVALID_ARGUMENT) as errors:
+            call()
+        violations = grpc_service.detail(errors[0], "BadRequest").field_violations
+        assert [one.field for one in violations] == ["name"]
+    assert not saved.exists() or not list(saved.iterdir())
+
+
+def test_unknown_names_and_sessions_are_not_found(stub):
+    for call in (
+        lambda: _save(stub, "a", session="nobody"),
+        lambda: _restore(stub, "nothing"),
+        lambda: stub.DeleteSnapshot(pb.DeleteSnapshotRequest(name="nothing")),
+    ):
+        with refused(StatusCode.NOT_FOUND):
+            call()
+
+
+def test_a_flipped_bit_is_data_loss_and_the_live_session_is_not_harmed(stub, saved):
+    _session(stub)
+    before = _answer(stub, "s")
+    _save(stub, "monday")
+    largest = max((saved / "monday").rglob("*"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    with refused(StatusCode.DATA_LOSS):
+        _restore(stub, "monday")
+    session = _get(stub, "s")
+    assert (session.version, session.context_tokens) == (1, 20)
+    assert _answer(stub, "s").token_ids == before.token_ids
+    (saved / "monday" / "about.json").write_text("{}")
+    assert stub.ListSnapshots(pb.ListSnapshotsRequest()).damaged == ["monday"]
+
+
+def test_a_disk_without_room_is_said_so_and_leaves_nothing_behind(stub, saved):
+    _session(stub)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))
+    try:
+        with refused(StatusCode.RESOURCE_EXHAUSTED) as errors:
+            _save(stub, "monday")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "cannot be written" in errors[0].details()
+    assert list(saved.iterdir()) == []
+    assert _save(stub, "monday").version == 1
+
+
+def test_what_was_left_half_written_is_removed(running, saved):
+    _session(running.stub)
+    _save(running.stub, "monday")
+    os.rename(saved / "monday", saved / "monday.12345678.part")
+    SnapshotStore(saved.parent, fingerprint="")
+    assert list(saved.iterdir()) == []
+
+
+def test_a_server_without_a_directory_says_so(running, stub):
+    _session(stub)
+    running.server._backend._served = Served(service=running.service, tokenizer=None, name="tiny")
+    with refused(StatusCode.FAILED_PRECONDITION) as errors:
+        _save(stub)
+    assert "--snapshot-dir" in errors[0].details()
