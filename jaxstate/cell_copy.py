@@ -29,21 +29,34 @@ def take(executor: Executor, entries: Sequence[Entry]) -> tuple[Cells, np.ndarra
       the cells in order of position, and their shifts, [cells] int32.
     """
     size = executor.config.page_size
-    pages = sorted({entry.page for entry in entries})
-    place = {page: index * size for index, page in enumerate(pages)}
+    pages = list(dict.fromkeys(entry.page for entry in entries))
+    place = {page: at * size for at, page in enumerate(pages)}
     where = [np.arange(e.first, e.fill) + place[e.page] for e in entries]
     index = np.concatenate([np.zeros(0, np.int64), *where])
     shifts = [np.full(e.fill - e.first, e.shift, np.int32) for e in entries]
-    parts = executor.read_pages(pages) if pages else []
     shapes = executor.page_shapes
-
-    def cells_of(leaf: int) -> np.ndarray:
-        (heads, *_, width), dtype = shapes[leaf]
-        whole = [part[leaf].reshape(heads, -1, width) for part in parts]
-        return np.concatenate([np.empty((heads, 0, width), dtype), *whole], axis=1)[:, index]
-
-    cells = [(cells_of(keys), cells_of(values)) for keys, values in _kv_leaves(executor)]
+    cells = [
+        tuple(
+            np.empty((shapes[leaf][0][0], len(index), shapes[leaf][0][-1]), shapes[leaf][1])
+            for leaf in leaves
+        )
+        for leaves in _kv_leaves(executor)
+    ]
+    width = PAGES_AT_ONCE * size
+    for number, part in enumerate(executor.read_pages(pages)):
+        to = np.flatnonzero(index // width == number)
+        origin = _run(index[to] - number * width)
+        for layer, leaves in zip(cells, _kv_leaves(executor), strict=True):
+            for array, leaf in zip(layer, leaves, strict=True):
+                array[:, _run(to)] = part[leaf].reshape(array.shape[0], width, -1)[:, origin]
     return cells, np.concatenate([np.zeros(0, np.int32), *shifts])
+
+
+def _run(index: np.ndarray) -> slice | np.ndarray:
+    """Return an index as a slice if it is one, as it is as good as always: copies are faster."""
+    begin = int(index[0])
+    is_run = np.array_equal(index, np.arange(begin, begin + len(index)))
+    return slice(begin, begin + len(index)) if is_run else index
 
 
 def put(executor: Executor, growth: Growth, cells: Cells) -> None:
@@ -51,27 +64,40 @@ def put(executor: Executor, growth: Growth, cells: Cells) -> None:
     if not growth.new_pages:
         return
     size = executor.config.page_size
-    padded = -(-len(growth.new_pages) // PAGES_AT_ONCE) * PAGES_AT_ONCE
-    # The last page fills the last part, see page_copy.padded.
-    order = np.minimum(np.arange(padded), len(growth.new_pages) - 1)
     place = {page: at * size for at, page in enumerate(growth.new_pages)}
     base = np.array([place[cell // size] for cell in growth.cells.tolist()])
     index = base + growth.cells % size
-    leaves: dict[int, np.ndarray] = {}
-    for layer, (keys, values) in zip(cells, _kv_leaves(executor), strict=True):
-        for leaf, array in zip((keys, values), layer, strict=True):
-            whole = np.zeros(
-                (array.shape[0], len(growth.new_pages) * size, array.shape[-1]), array.dtype
-            )
-            whole[:, index] = array
-            leaves[leaf] = whole.reshape(array.shape[0], -1, size, array.shape[-1])[:, order]
-        if executor.config.selector is not None:
-            leaves[values + 1], leaves[values + 2] = _bounds(leaves[keys], index, order, size)
-    parts = [
-        [leaves[leaf][:, at : at + PAGES_AT_ONCE] for leaf in sorted(leaves)]
-        for at in range(0, padded, PAGES_AT_ONCE)
-    ]
-    executor.write_pages(growth.new_pages, parts)
+    has_bounds = executor.config.selector is not None
+
+    def part(first: int) -> list[np.ndarray]:
+        """Return what belongs on some pages, made when it is needed: memory is used again."""
+        pages = min(PAGES_AT_ONCE, len(growth.new_pages) - first)
+        begin, end = np.searchsorted(index, [first * size, (first + pages) * size])
+        where = index[begin:end] - first * size
+        leaves = []
+        for layer in cells:
+            keys, values = (_on_pages(array[:, begin:end], where, pages, size) for array in layer)
+            leaves += [keys, values, *(_bounds(keys, where, pages, size) if has_bounds else ())]
+        return leaves
+
+    executor.write_pages(
+        growth.new_pages, map(part, range(0, len(growth.new_pages), PAGES_AT_ONCE))
+    )
+
+
+def _on_pages(array: np.ndarray, where: np.ndarray, pages: int, size: int) -> np.ndarray:
+    """Spread cells over pages: [heads, PAGES_AT_ONCE, page_size, head_dim].
+
+    The last page fills those behind it, see page_copy.padded.
+    """
+    heads, count, width = array.shape
+    if count == PAGES_AT_ONCE * size:  # as good as always: no copy yet
+        return array.reshape(heads, PAGES_AT_ONCE, size, width)
+    whole = np.zeros((heads, PAGES_AT_ONCE * size, width), array.dtype)
+    whole[:, _run(where)] = array
+    paged = whole.reshape(heads, PAGES_AT_ONCE, size, width)
+    paged[:, pages:] = paged[:, pages - 1 : pages]
+    return paged
 
 
 def _kv_leaves(executor: Executor) -> list[tuple[int, int]]:
@@ -81,18 +107,17 @@ def _kv_leaves(executor: Executor) -> list[tuple[int, int]]:
 
 
 def _bounds(
-    keys: np.ndarray, index: np.ndarray, order: np.ndarray, size: int
+    keys: np.ndarray, where: np.ndarray, pages: int, size: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Bounds of the blocks of cells that were written; see key_bounds.
 
     Args:
-      keys: [heads, pages, page_size, head_dim].
-      index: of the written cells among those of the pages before they were put in order.
+      keys: [heads, PAGES_AT_ONCE, page_size, head_dim], see _on_pages.
+      where: of the written cells among those of the pages.
     """
-    written = np.zeros((order.max() + 1) * size, bool)
-    written[index] = True
-    seen = written.reshape(-1, size)[order].reshape(1, len(order), -1, BLOCK_CELLS, 1)
-    blocks = keys.reshape(keys.shape[0], len(order), -1, BLOCK_CELLS, keys.shape[-1])
+    written = _on_pages(np.ones((1, len(where), 1), bool), where, pages, size)
+    seen = written.reshape(1, PAGES_AT_ONCE, -1, BLOCK_CELLS, 1)
+    blocks = keys.reshape(keys.shape[0], PAGES_AT_ONCE, -1, BLOCK_CELLS, keys.shape[-1])
     wide = blocks.astype(np.float32)
     low = np.where(seen, wide, np.inf).min(axis=3)
     high = np.where(seen, wide, -np.inf).max(axis=3)

@@ -8,7 +8,7 @@ import functools
 import logging
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -206,12 +206,12 @@ class Executor:
         taken = jax.eval_shape(page_copy.take, self._pool, self._copied_pages)
         return [(array.shape, np.dtype(array.dtype)) for array in taken]
 
-    def read_pages(self, pages: Sequence[int]) -> list[list[np.ndarray]]:
-        """Copy pages to host memory, see page_copy.padded and page_copy.take."""
-        taken = [self._copies["take"](self._pool, part) for part in page_copy.padded(pages)]
-        return [[np.asarray(array) for array in part] for part in taken]
+    def read_pages(self, pages: Sequence[int]) -> Iterator[list[np.ndarray]]:
+        """Copy pages to host memory part by part, see page_copy.padded and page_copy.take."""
+        for part in page_copy.padded(pages):
+            yield [np.asarray(array) for array in self._copies["take"](self._pool, part)]
 
-    def write_pages(self, pages: Sequence[int], parts: Sequence[Sequence[np.ndarray]]) -> None:
+    def write_pages(self, pages: Sequence[int], parts: Iterable[Sequence[np.ndarray]]) -> None:
         """Write what `read_pages` copied to pages of the pool, maybe others."""
         for index, part in zip(page_copy.padded(pages), parts, strict=True):
             self._pool = self._copies["put"](self._pool, index, list(part))

@@ -159,7 +159,7 @@ class Tiers:
         found = self._repacking(session, own)
         if found.gain < 1:
             return 0
-        parts = found.content(self._executor.read_pages(found.old_pages))
+        parts = found.content(list(self._executor.read_pages(found.old_pages)))
         tables = [session.entries, *(paid.entries for paid in session.paid)]
         old = set(found.old_pages)
         for table in tables:
@@ -204,7 +204,7 @@ class Tiers:
                 )
             stored = Stored(
                 entries=session.entries, pages=tuple(pages), num_bytes=size,
-                parts=self._executor.read_pages(pages),
+                parts=list(self._executor.read_pages(pages)),
             )  # fmt: skip
             leaving = set(pages)
             self._pages.drop(entry for entry in session.entries if entry.page in leaving)
