@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -23,31 +25,34 @@ START_S, CALL_S = 600.0, 300.0
 LARGEST = [("grpc.max_receive_message_length", 1 << 26), ("grpc.max_send_message_length", 1 << 26)]
 
 
+def spawn(
+    model: object, *arguments: object, log: pathlib.Path, trace: Sequence[object] = ()
+) -> subprocess.Popen[str]:
+    """Start a server on free ports; what it says goes behind what the log has.
+
+    Args:
+      trace: a command that runs it.
+    """
+    own = ["serve", model, "--port", 0, "--metrics-port", 0, *arguments]
+    command = [*trace, sys.executable, "-c", PROGRAM, *own]
+    with log.open("a") as stderr:
+        return subprocess.Popen(
+            [str(word) for word in command], stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
+
+
 class Server:
     """One process; `ready_s` is what it took from being started to being ready."""
 
-    def __init__(
-        self,
-        model: object,
-        *arguments: object,
-        log: pathlib.Path,
-        trace: Sequence[object] = (),
-    ):
-        """Start it on free ports and wait until it is ready.
+    def __init__(self, model: object, *arguments: object, log: pathlib.Path, **how: Any):
+        """Start it, see spawn, and wait until it is ready.
 
-        Args:
-          trace: a command that runs it.
         Raises:
           RuntimeError: it has ended; the message is the end of what it said.
         """
-        own = ["serve", model, "--port", 0, "--metrics-port", 0, *arguments]
-        command = [*trace, sys.executable, "-c", PROGRAM, *own]
         self._log = log
         began = time.perf_counter()
-        with log.open("a") as stderr:
-            self.process = subprocess.Popen(
-                [str(word) for word in command], stdout=subprocess.PIPE, stderr=stderr, text=True
-            )
+        self.process = spawn(model, *arguments, log=log, **how)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line.startswith("ready: "):
@@ -87,7 +92,7 @@ class Server:
         """Let it drain."""
         self.channel.close()
         if self.process.poll() is None:
-            self.process.terminate()
+            os.kill(self.pid, signal.SIGTERM)
             self.process.wait(START_S)
 
 
