@@ -35,13 +35,12 @@ def take(executor: Executor, entries: Sequence[Entry]) -> tuple[Cells, np.ndarra
     index = np.concatenate([np.zeros(0, np.int64), *where])
     shifts = [np.full(e.fill - e.first, e.shift, np.int32) for e in entries]
     shapes = executor.page_shapes
-    cells = [
-        tuple(
-            np.empty((shapes[leaf][0][0], len(index), shapes[leaf][0][-1]), shapes[leaf][1])
-            for leaf in leaves
-        )
-        for leaves in _kv_leaves(executor)
-    ]
+
+    def empty(leaf: int) -> np.ndarray:
+        (heads, *_, width), dtype = shapes[leaf]
+        return np.empty((heads, len(index), width), dtype)
+
+    cells = [(empty(keys), empty(values)) for keys, values in _kv_leaves(executor)]
     width = PAGES_AT_ONCE * size
     for number, part in enumerate(executor.read_pages(pages)):
         to = np.flatnonzero(index // width == number)

@@ -49,6 +49,7 @@ class Ticket:
       asked: when its caller called, on the same clock; 0 = nobody waits for it.
       state: see State.
       held: that it is done is told later: what it did has to be saved first.
+      joined: it was asked for again by another caller, so that the first one may not cancel it.
       tokens: drawn so far.
       result: what the verb returned, once DONE.
       error: what it raised, once FAILED, or why it will not be run, once CANCELLED.
@@ -65,6 +66,7 @@ class Ticket:
     asked: float = 0.0
     state: State = State.WAITING
     held: bool = False
+    joined: bool = False
     tokens: list[Token] = dataclasses.field(default_factory=list)
     result: Any = None
     error: BaseException | None = None
@@ -206,6 +208,13 @@ class Scheduler:
         ticket.job_class, ticket.submitted = job_class, now
         arrived = running.job.arrived if running.job.decodes else now
         running.job = dataclasses.replace(running.job, job_class=job_class, arrived=arrived)
+
+    def extend(self, ticket: Ticket, deadline: float) -> None:
+        """Let a verb begin until then, if that is later than before."""
+        running = self._running.get(ticket.job_id)
+        if running is not None and deadline > ticket.deadline:
+            ticket.deadline = deadline
+            running.job = dataclasses.replace(running.job, deadline=deadline)
 
     def cancel(self, ticket: Ticket, now: float) -> bool:
         """End a verb where it is and give its cells back at once; False if it goes on or is over.

@@ -30,7 +30,7 @@ from typing import Any, Literal, Unpack
 
 import numpy as np
 
-from jaxstate import drift, session_snapshot
+from jaxstate import checks, drift, session_snapshot
 from jaxstate.answer import Answer, Evidence, Source
 from jaxstate.calibration import ShadowSample
 from jaxstate.config import EngineConfig
@@ -192,7 +192,7 @@ class LocalService:
 
         def submit(pending: Pending) -> None:
             self._submit_new(
-                pending, begin, frozen, JobClass.APPEND, cells=len(frozen), tenant=tenant,
+                pending, begin, frozen, "frozen", JobClass.APPEND, cells=len(frozen), tenant=tenant,
                 deadline_s=deadline_s, can_stop=True,
             )  # fmt: skip
 
@@ -539,7 +539,7 @@ class LocalService:
                 tenant=tenant, **options,
             )  # fmt: skip
             self._submit_new(
-                pending, begin, prompt, JobClass.QUERY, cells=len(prompt) + max_new_tokens,
+                pending, begin, prompt, "prompt", JobClass.QUERY, cells=len(prompt) + max_new_tokens,
                 tenant=tenant, deadline_s=deadline_s,
             )  # fmt: skip
 
@@ -944,6 +944,9 @@ class LocalService:
         memory, what = self._memories[session_id], write_memory.digest(verb, token_ids)
         known = memory.find(number, what)
         if known is not None:
+            # Whoever sent it first may be gone and have little time left.
+            known.joined = True
+            self._scheduler.extend(known, pending.asked + how.get("deadline_s", math.inf))
             self._attach(pending, known)
             return
 
@@ -1006,6 +1009,7 @@ class LocalService:
         pending: Pending,
         begin: Callable,
         token_ids: Sequence[int],
+        what: str,
         job_class: JobClass,
         *,
         cells: int,
@@ -1014,6 +1018,8 @@ class LocalService:
         can_stop: bool | None = None,
     ) -> Ticket:
         """Submit a verb that computes a context of its own from its start."""
+        if len(token_ids):  # others' beginnings are compared with it before it is run
+            checks.token_ids(token_ids, self._engine.model, what)
         now = self._clock()
         ticket = self._scheduler.submit(
             begin, job_class=job_class, session=f"new {next(self._news)}", tokens=len(token_ids),
@@ -1030,7 +1036,7 @@ class LocalService:
             ticket.asked = pending.asked
 
         def give_up() -> None:
-            if self._evaluations.leave(ticket):
+            if self._evaluations.leave(ticket) and not ticket.joined:
                 self._scheduler.cancel(ticket, self._clock())
 
         def cancel() -> None:

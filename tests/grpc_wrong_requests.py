@@ -78,6 +78,18 @@ REQUESTS = {
         WRONG,
         "prompt",
     ),
+    "prefix out of range": (
+        "CreateSession",
+        pb.CreateSessionRequest(prefix=tokens([2**32 - 1])),
+        WRONG,
+        "prefix",
+    ),
+    "prompt out of range": (
+        "Generate",
+        pb.GenerateRequest(question=pb.Question(prompt=tokens([2**32 - 1]), max_new_tokens=1)),
+        WRONG,
+        "prompt",
+    ),
     "more than the window": (
         "Append",
         pb.AppendRequest(session_id="s", prompt=tokens([1] * 90)),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import pathlib
 import random
+import sys
 
 import grpc
 import grpc_service
 import pytest
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message_factory import GetMessageClass
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_service import WAIT_S, refused, text, tokens
@@ -17,7 +17,9 @@ from grpc_wrong_requests import REQUESTS, query
 from jaxstate.plan import JobClass
 from jaxstate.scheduler import State
 from jaxstate.serving import jaxstate_pb2 as pb
-from jaxstate.serving import rpc_handlers
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "bench"))
+import hostile_messages  # noqa: E402
 
 IDS = tuple(range(20, 29))
 
@@ -63,83 +65,32 @@ def test_a_wrong_request_gets_its_status_and_names_the_field(stub, method, reque
     assert stub.GetSession(pb.GetSessionRequest(session_id="s")).version == 0
 
 
-def _invoke(channel, method, messages, serializer):
-    kinds = {True: "stream", False: "unary"}
-    name = f"{kinds[method.client_streaming]}_{kinds[method.server_streaming]}"
-    call = getattr(channel, name)(
-        f"/{rpc_handlers.SERVICE.full_name}/{method.name}", serializer,
-        GetMessageClass(method.output_type).FromString,
-    )  # fmt: skip
-    given = iter(messages) if method.client_streaming else messages[0]
-    answer = call(given, timeout=0.5)
-    if method.server_streaming:
-        for _ in answer:
-            pass
-
-
 @pytest.mark.parametrize(
-    "method", list(rpc_handlers.SERVICE.methods), ids=lambda method: method.name
+    "method", hostile_messages.METHODS, ids=lambda method: method.name
 )
 def test_bytes_that_are_no_message_are_an_invalid_argument(running, method):
     with refused(StatusCode.INVALID_ARGUMENT) as errors:
-        _invoke(running.channel, method, [b"\xff\xff\xff"], lambda message: message)
+        hostile_messages.call(running.channel, method, [b"\xff\xff\xff"], timeout_s=0.5)
     assert method.input_type.full_name in errors[0].details()
-
-
-HOSTILE = {
-    FieldDescriptor.CPPTYPE_STRING: ("", "s", "\0", "ü" * 300, "<|im_start|>", "[[[["),
-    FieldDescriptor.CPPTYPE_UINT32: (0, 1, 2, 40, 96, 2**31, 2**32 - 1),
-    FieldDescriptor.CPPTYPE_UINT64: (0, 1, 2**63, 2**64 - 1),
-    FieldDescriptor.CPPTYPE_DOUBLE: (0.0, 0.05, -1.0, 1e308, float("inf"), float("nan")),
-    FieldDescriptor.CPPTYPE_BOOL: (True, False),
-    FieldDescriptor.CPPTYPE_ENUM: (0, 1, 2, 77, -1),
-}
-
-
-def _is_repeated(value) -> bool:
-    return hasattr(value, "extend")
-
-
-def _fill(message, rng, depth=0):
-    """Set fields to values that somebody may try."""
-    for field in message.DESCRIPTOR.fields:
-        if field.name == "session_id" and rng.random() < 0.8:
-            message.session_id = "s"
-        elif rng.random() < 0.35 or depth > 6:
-            continue
-        elif field.message_type is not None and field.message_type.GetOptions().map_entry:
-            getattr(message, field.name)[rng.choice((0, 5, 2**32 - 1))] = rng.choice((0.0, 1e308))
-        elif field.message_type is not None:
-            value = getattr(message, field.name)
-            _fill(value.add() if _is_repeated(value) else value, rng, depth + 1)
-        else:
-            values = HOSTILE[field.cpp_type]
-            if _is_repeated(getattr(message, field.name)):
-                getattr(message, field.name).extend(rng.choices(values, k=rng.randint(0, 4)))
-            else:
-                setattr(message, field.name, rng.choice(values))
-    return message
 
 
 def test_hostile_values_and_random_bytes_get_a_status_with_a_meaning(running, stub):
     rng = random.Random(1)
-    methods = rpc_handlers.SERVICE.methods
     seen = set()
     for n in range(400):
-        method = methods[n % len(methods)]
+        method = hostile_messages.METHODS[n % len(hostile_messages.METHODS)]
         if n % 4 == 3:
-            messages, serializer = [rng.randbytes(rng.randint(1, 60))], lambda message: message
+            requests = [rng.randbytes(rng.randint(1, 60))]
         else:
-            messages = [_fill(GetMessageClass(method.input_type)(), rng) for _ in range(2)]
-            serializer = lambda message: message.SerializeToString()  # noqa: E731
+            requests = [hostile_messages.message(method, rng) for _ in range(2)]
         if "s" not in running.service._versions:
             _open(stub)
         try:
-            _invoke(running.channel, method, messages, serializer)
+            hostile_messages.call(running.channel, method, requests, timeout_s=0.5)
         except grpc.RpcError as error:
             seen.add(error.code())
             assert error.code() not in (StatusCode.INTERNAL, StatusCode.UNKNOWN), (
-                method.name, messages, error.details(),
+                method.name, requests, error.details(),
             )  # fmt: skip
     assert {StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND} < seen
     running.service.wait_until_idle(WAIT_S)
@@ -290,6 +241,21 @@ def test_a_numbered_append_that_was_given_up_is_applied_once(running, stub):
     other = pb.AppendRequest(session_id=name, prompt=tokens([3]), writer="feed", sequence=1)
     with refused(StatusCode.INVALID_ARGUMENT):
         stub.Append(other)
+
+
+def test_a_numbered_append_that_comes_again_does_not_end_with_who_sent_it_first(running, stub):
+    name = _open(stub)
+    request = pb.AppendRequest(session_id=name, prompt=tokens([1, 2]), writer="feed", sequence=1)
+    with grpc_service.held(running.service):
+        first, cut = stub.Append.future(request, timeout=0.2), stub.Append.future(request)
+        again = stub.Append.future(request, timeout=WAIT_S)
+        grpc_service.wait_until(lambda: running.server._backend.num_calls == 3)
+        cut.cancel()
+        with refused(StatusCode.DEADLINE_EXCEEDED):
+            first.result()
+        grpc_service.wait_until(lambda: running.server._backend.num_calls == 1)
+    assert again.result().version == 1
+    assert stub.GetSession(pb.GetSessionRequest(session_id=name)).version == 1
 
 
 def test_turns_to_be_committed_do_not_overlap(running, stub):
