@@ -539,8 +539,8 @@ class LocalService:
                 tenant=tenant, **options,
             )  # fmt: skip
             self._submit_new(
-                pending, begin, prompt, "prompt", JobClass.QUERY, cells=len(prompt) + max_new_tokens,
-                tenant=tenant, deadline_s=deadline_s,
+                pending, begin, prompt, "prompt", JobClass.QUERY,
+                cells=len(prompt) + max_new_tokens, tenant=tenant, deadline_s=deadline_s,
             )  # fmt: skip
 
         return self._pending(JobClass.QUERY, submit)
