@@ -2,6 +2,7 @@
 
 from jaxstate.answer import Answer, FinishReason, Source, Token
 from jaxstate.config import EngineConfig
+from jaxstate.constraint import Constraint
 from jaxstate.engine import Engine
 from jaxstate.errors import (
     CapacityError,
@@ -28,6 +29,7 @@ __all__ = [
     "Answer",
     "BlockSelector",
     "CapacityError",
+    "Constraint",
     "Engine",
     "EngineConfig",
     "FinishReason",

@@ -20,7 +20,7 @@ class FinishReason(enum.Enum):
     """Why an answer ended."""
 
     EOS = "eos"  # an end token, which is the last of token_ids
-    STOP = "stop"  # a stop string, which is not part of the text
+    STOP = "stop"  # a stop string, which is not part of the text; or its constraint has it end here
     LENGTH = "length"  # max_new_tokens
     CHOICE = "choice"  # the best of the given choices
 
@@ -32,7 +32,8 @@ class Token:
     Attributes:
       token_id: its id.
       text: what it adds to the shown text; may be empty while bytes or a stop string are pending.
-      logprob: its natural log-probability in the model's own distribution; None unless asked.
+      logprob: its natural log-probability in the model's own distribution, among the tokens that a
+        constraint allows if there is one; None unless asked.
       top_logprobs: the most likely tokens and their log-probabilities, if asked.
     """
 

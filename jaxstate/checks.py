@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from jaxstate.constraint import Constraint, guide
 from jaxstate.errors import CapacityError, InputError
 from jaxstate.generation import Request
 from jaxstate.models.config import ModelConfig
+from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.sampling import Sampling
 
 
@@ -83,18 +85,19 @@ def request(
     model: ModelConfig,
     max_new_tokens: int,
     *,
-    has_text: bool,
+    tokenizer: Tokenizer | None,
     sampling: Sampling | None = None,
     eos_ids: Sequence[int] = (),
     stop: Sequence[str] = (),
     top_logprobs: int | None = None,
+    constraint: Constraint | None = None,
 ) -> Request:
     """Assemble a query's settings.
 
     Args:
-      has_text: the engine has a tokenizer.
+      tokenizer: the engine's, if it has one.
     Raises:
-      InputError: out of range, or stop strings without text.
+      InputError: out of range, stop strings without text, or see constraint.compiled.
     """
     if isinstance(stop, str):
         raise InputError(
@@ -102,7 +105,7 @@ def request(
         )
     if any(not string for string in stop):
         raise InputError("stop: expected non-empty strings, got an empty one; leave it out")
-    if stop and not has_text:
+    if stop and tokenizer is None:
         raise InputError("stop: needs text, and this engine has no tokenizer; pass eos_ids")
     sampling = sampling or Sampling()
     vocabulary(model, (*sampling.logit_bias, *eos_ids), "logit_bias and eos_ids")
@@ -114,4 +117,5 @@ def request(
         eos_ids=tuple(eos_ids),
         stop=tuple(stop),
         top_logprobs=top_logprobs,
+        guide=constraint and guide(constraint, tokenizer, tuple(eos_ids), model.vocab_size),
     )

@@ -204,8 +204,9 @@ class Engine:
 
         Args:
           question: token ids, at least one.
-          options: sampling, eos_ids, stop, top_logprobs; see `generation.Request`. Stop strings
-            need the engine to have a tokenizer.
+          options: sampling, eos_ids, stop, top_logprobs; see `generation.Request`. And constraint,
+            what the answer has to be, see `Constraint`. Stop strings and constraints need the
+            engine to have a tokenizer.
         Raises:
           InputError: an empty question, ids out of range, contradictory settings.
           CapacityError: question and answer exceed the model's positions or the free pages.

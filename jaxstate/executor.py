@@ -236,6 +236,11 @@ class Executor:
         )
         return int(token)
 
+    def restrict(self, logits: jax.Array, allowed_bits: np.ndarray) -> tuple[jax.Array, Any]:
+        """See sampling.restrict; the logits stay on the device, the rest comes to the host."""
+        masked, *rest = self.call("restrict", logits, allowed_bits)
+        return masked, jax.device_get(rest)
+
     def top_logits(self, logits: jax.Array) -> tuple[np.ndarray, np.ndarray]:
         """Return the largest logits of [vocab] and their ids."""
         return jax.device_get(self.call("top_logits", logits))
@@ -340,6 +345,7 @@ class Executor:
                     scalar(jnp.int32),
                 ),
             ),
+            ("restrict", vocab): (sampling.restrict, (row, array((-(-vocab // 32),), jnp.uint32))),
             ("top_logits", vocab): (
                 functools.partial(sampling.top_logits, count=min(MAX_TOP_LOGPROBS, vocab)),
                 (row,),

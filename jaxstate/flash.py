@@ -8,7 +8,8 @@ from collections.abc import Hashable
 from jaxstate import gate as gate_module
 from jaxstate.answer import Answer, Source
 from jaxstate.calibration import ShadowSample
-from jaxstate.errors import UnknownQuestionError
+from jaxstate.constraint import Constraint
+from jaxstate.errors import InputError, UnknownQuestionError
 from jaxstate.gate import Gate
 from jaxstate.sampling import Sampling
 
@@ -23,6 +24,9 @@ class Question:
       choices: token ids of fixed answers, of which the most probable is taken; empty = free.
       eos_ids: tokens that end a free answer.
       sampling: how tokens are drawn.
+      constraint: what a free answer has to be; see Constraint.
+    Raises:
+      InputError: choices and a constraint.
     """
 
     token_ids: tuple[int, ...]
@@ -30,6 +34,14 @@ class Question:
     choices: tuple[tuple[int, ...], ...] = ()
     eos_ids: tuple[int, ...] = ()
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    constraint: Constraint | None = None
+
+    def __post_init__(self):
+        """Check that it is one question."""
+        if self.choices and self.constraint:
+            raise InputError(
+                f"{self.constraint.kind}: expected none with choices; ask for one of both"
+            )
 
     @property
     def key(self) -> Hashable:
@@ -41,7 +53,7 @@ class Question:
         )  # fmt: skip
         if self.choices:
             return self.token_ids, self.choices
-        return self.token_ids, self.max_new_tokens, self.eos_ids, drawn
+        return self.token_ids, self.max_new_tokens, self.eos_ids, drawn, self.constraint
 
 
 @dataclasses.dataclass(kw_only=True)

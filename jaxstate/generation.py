@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxstate.answer import Answer, FinishReason, FirstToken, Source, Token
 from jaxstate.choices import ChoiceTree
+from jaxstate.constraint import Constraint, Guide
 from jaxstate.errors import InputError
 from jaxstate.executor import MAX_TOP_LOGPROBS, Executor, StepResult
 from jaxstate.models.tokenizer import Detokenizer, Tokenizer
@@ -31,6 +32,7 @@ class Request:
       eos_ids: tokens that end the answer.
       stop: strings that end the answer and are not shown.
       top_logprobs: None = no logprobs; n = also the n most likely tokens of each step.
+      guide: holds the answer to its constraint; of this one answer.
     """
 
     token_ids: tuple[int, ...]
@@ -39,6 +41,12 @@ class Request:
     eos_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     top_logprobs: int | None = None
+    guide: Guide | None = None
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """What is drawn is what was decoded ahead; see Sampling."""
+        return self.sampling.is_plain_greedy and self.guide is None
 
     def __post_init__(self):
         """Check ranges."""
@@ -49,12 +57,18 @@ class Request:
 
 
 class RequestOptions(TypedDict, total=False):
-    """What of a Request a verb takes by name; absent or None for sampling = the default."""
+    """What a verb takes by name for a Request; absent, or None where that may be = the default.
+
+    Attributes:
+      constraint: what the answer has to be; tokens it does not allow are impossible, so that
+        sampling, gap and log-probabilities are of those it does.
+    """
 
     sampling: Sampling | None
     eos_ids: Sequence[int]
     stop: Sequence[str]
     top_logprobs: int | None
+    constraint: Constraint | None
 
 
 def stream_tokens(
@@ -64,10 +78,11 @@ def stream_tokens(
     along: list[NextToken],
     tokenizer: Tokenizer | None,
     context: Sequence[int],
-) -> Generator[Need | Token, Any, tuple[list[Token], str, FinishReason]]:
-    """Draw and yield tokens behind a forwarded question; return all of them, text and reason.
+) -> Generator[Need | Token, Any, tuple[list[Token], str, FinishReason, float]]:
+    """Draw and yield tokens behind a forwarded question.
 
-    The last token drawn has not been forwarded for it.
+    Returns all of them, text, reason and the gap of the first. The last one has not been forwarded
+    for it.
 
     Args:
       along: the distributions after the question and after each token of the answer that has been
@@ -75,20 +90,32 @@ def stream_tokens(
       context: ids right before the answer, the question's last; a character that they begin is
         completed by the answer.
     """
+    guide = request.guide
     detokenizer = None
     if tokenizer is not None:
-        detokenizer = Detokenizer(tokenizer, skip_special=True, context=context)
+        detokenizer = Detokenizer(
+            tokenizer, skip_special=True, context=context, continues=guide is not None
+        )
+    gap = along[0].gap
     watch = StopStrings(request.stop)
     tokens: list[Token] = []
     shown: list[str] = []
     for index in itertools.count(1):
         following = along[index - 1]
+        if guide is not None:
+            following = following.among(guide.allowed(), executor)
+            gap = following.gap if index == 1 else gap
         token_id, logprob, top = _pick(executor, request, following, tail.position)
         ended = token_id in request.eos_ids
+        if guide is not None and not ended:
+            guide.accept(token_id)
         text = "" if ended or detokenizer is None else watch.push(detokenizer.push(token_id))
-        last = ended or watch.stopped or index == request.max_new_tokens
+        complete = guide is not None and guide.is_finished
+        last = ended or complete or watch.stopped or index == request.max_new_tokens
         if last and not watch.stopped:
-            text += watch.push(detokenizer.finish()) if detokenizer else ""
+            # What a constraint allows has no part of a character for its end.
+            if detokenizer is not None and guide is None:
+                text += watch.push(detokenizer.finish())
             text += watch.finish()
         token = Token(token_id=token_id, text=text, logprob=logprob, top_logprobs=top)
         tokens.append(token)
@@ -98,9 +125,9 @@ def stream_tokens(
             reason = FinishReason.LENGTH
             if ended:
                 reason = FinishReason.EOS
-            elif watch.stopped:
+            elif watch.stopped or complete:
                 reason = FinishReason.STOP
-            return tokens, "".join(shown), reason
+            return tokens, "".join(shown), reason, gap
         if index == len(along):
             result = yield from tail.forward([token_id], want_last=True)
             assert result is not None
@@ -125,6 +152,7 @@ def _pick(executor: Executor, request: Request, following: NextToken, position: 
         for token, value in zip(
             ids[: request.top_logprobs], values[: request.top_logprobs], strict=True
         )
+        if value > -np.inf
     }
     return token_id, float(np.asarray(logits)[token_id]) - following.lse, top
 
@@ -188,7 +216,7 @@ def answer_of(
     tokens: Sequence[Token],
     text: str,
     reason: FinishReason,
-    first: NextToken,
+    gap: float,
     *,
     source: Source,
     version: int,
@@ -207,7 +235,7 @@ def answer_of(
         version=version,
         context_len=context_len,
         tokens_forwarded=tokens_forwarded,
-        gap=first.gap,
+        gap=gap,
         cached_tokens=cached_tokens,
         rebuilt=rebuilt,
         blocks_kept=blocks_kept,

@@ -81,9 +81,8 @@ class Ready:
         token_ids = self.token_ids[: question.max_new_tokens] or (self.next_token.top_id,)
         ends = [index for index, one in enumerate(token_ids) if one in question.eos_ids]
         token_ids = token_ids[: ends[0] + 1] if ends else token_ids
-        if not question.sampling.is_plain_greedy or (
-            not ends and len(token_ids) < question.max_new_tokens
-        ):
+        is_plain_greedy = question.sampling.is_plain_greedy and not question.constraint
+        if not is_plain_greedy or (not ends and len(token_ids) < question.max_new_tokens):
             return None
         reason = FinishReason.EOS if ends else FinishReason.LENGTH
         return Answer(token_ids=token_ids, finish_reason=reason, **common)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstate.errors import InputError
+from jaxstate.kernels_pallas import gate_scan_xla
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,25 @@ def draw(
     key = jax.random.fold_in(jax.random.key(seed), token_index)
     drawn = jax.random.categorical(key, jnp.where(kept, ranked, -jnp.inf))
     return order[jnp.where(temperature > 0, drawn, 0)].astype(jnp.int32)
+
+
+def restrict(
+    logits: jax.Array, allowed_bits: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Make tokens impossible that are not allowed.
+
+    Args:
+      logits: [vocab] f32.
+      allowed_bits: [ceil(vocab / 32)] uint32; bit j of word w is token 32 * w + j. At least one.
+    Returns:
+      logits: [vocab] f32, -inf where not allowed.  ids, best: [2], the two largest of them, ties to
+      the lowest id.  lse: [] f32.
+    """
+    ids = jnp.arange(logits.shape[0], dtype=jnp.uint32)
+    allowed = ((allowed_bits[ids // 32] >> (ids % 32)) & 1) == 1
+    logits = jnp.where(allowed, logits, -jnp.inf)
+    top_ids, best = gate_scan_xla.top_two(logits[None])
+    return logits, top_ids[0], best[0], jax.nn.logsumexp(logits)
 
 
 def take_row(logits: jax.Array, row: jax.Array) -> jax.Array:

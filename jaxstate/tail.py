@@ -38,6 +38,16 @@ class NextToken:
             row_logits=lambda: result.row_logits(row),
         )
 
+    def among(self, allowed_bits: np.ndarray, executor: Executor) -> NextToken:
+        """Return the distribution over some of the tokens, see sampling.restrict."""
+        logits, (ids, best, lse) = executor.restrict(self.row_logits(), allowed_bits)
+        return NextToken(
+            top_id=int(ids[0]),
+            gap=float(min(best[0] - best[1], 1e4)),  # a single one would lead by infinity
+            lse=float(lse),
+            row_logits=lambda: logits,
+        )
+
 
 class Tail:
     """New tokens behind a context, on pages of their own; the context's cells are never written.

@@ -18,6 +18,7 @@ from typing import Unpack
 import numpy as np
 
 from jaxstate import cell_copy, checks, generation
+from jaxstate import constraint as constraint_module
 from jaxstate import pages as pages_module
 from jaxstate import rows as rows_module
 from jaxstate import session as session_module
@@ -25,6 +26,7 @@ from jaxstate.answer import Answer, Evidence, FinishReason, Source
 from jaxstate.cell_copy import Cells
 from jaxstate.choices import ChoiceTree
 from jaxstate.config import EngineConfig
+from jaxstate.constraint import Constraint
 from jaxstate.errors import (
     CapacityError,
     ConflictError,
@@ -448,6 +450,14 @@ class Verbs:
         self.session(session_id)
         checks.token_ids(token_ids, self.model, "header")
 
+    def compile(self, constraint: Constraint) -> None:
+        """Have a constraint compiled for whoever asks with it next; from any thread.
+
+        Raises:
+          InputError: see constraint.compiled.
+        """
+        constraint_module.compiled(constraint, self._tokenizer)
+
     def text(self, token_ids: Sequence[int]) -> str:
         """Decode an answer's tokens; "" without a tokenizer."""
         return self._tokenizer.decode(token_ids) if self._tokenizer else ""
@@ -775,7 +785,7 @@ class Verbs:
         **options: Unpack[RequestOptions],
     ) -> Request:
         request = checks.request(
-            ids, self.model, max_new_tokens, has_text=self._tokenizer is not None, **options
+            ids, self.model, max_new_tokens, tokenizer=self._tokenizer, **options
         )
         checks.positions(self.model, context_len, len(ids), max_new_tokens)
         return request
@@ -801,7 +811,7 @@ class Verbs:
         if commit and self._blocks_kept is not None:
             paid, skip = None, 0
         ahead: tuple[NextToken, ...] = ()
-        if paid and skip == len(ids) and request.sampling.is_plain_greedy and not commit:
+        if paid and skip == len(ids) and request.is_plain_greedy and not commit:
             # What was decoded ahead is what will be drawn.
             ahead = paid.behind(skip)[1 : request.max_new_tokens]
         owner = session.owner if commit else next(self._owners)
@@ -816,14 +826,14 @@ class Verbs:
         try:
             first = yield from self._ask(tail, ids, paid, skip)
             along = [first, *ahead]
-            tokens, text, reason = yield from generation.stream_tokens(
+            tokens, text, reason, gap = yield from generation.stream_tokens(
                 tail, self.executor, request, along, self._tokenizer, before[-_TEXT_CONTEXT:]
             )
             new = [token.token_id for token in tokens]
             if commit:
                 yield from self._commit(session, version, tail, ids, new)
             elif keep and tail.tokens_forwarded:
-                if not request.sampling.is_plain_greedy:
+                if not request.is_plain_greedy:
                     new, along = [], [first]
                     tail.position = context_len + len(ids)
                 self._keep(session, version, tail, [*ids.tolist(), *new[: len(along) - 1]], along)
@@ -834,7 +844,7 @@ class Verbs:
             tokens,
             text,
             reason,
-            first,
+            gap,
             source=Source.RESUMED if skip and not is_prompt else Source.COMPUTED,
             version=version,
             context_len=context_len,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import datetime
+import functools
 import json
 import logging
 import pathlib
@@ -14,6 +15,7 @@ from typing import Any
 import tokenizers
 
 from jaxstate.models import chat_template, pieces, vocabulary_gguf, vocabulary_hf
+from jaxstate.models.constraints import Constraints
 from jaxstate.models.gguf_file import GgufFile
 from jaxstate.models.vocabulary import Vocabulary
 
@@ -245,6 +247,12 @@ class Tokenizer:
         """Return whether the id is a control token."""
         return token_id in self._special_ids
 
+    @functools.cached_property
+    def constraints(self) -> Constraints:
+        """What text of these tokens can be held to; control tokens are no text."""
+        ids = range(self.vocab_size)
+        return Constraints([b"" if self.is_special(i) else self.token_bytes(i) for i in ids])
+
     def _encode(self, text: str, parse_special: bool, continues: bool) -> list[int]:
         """Encode by one of up to four tokenizers, because switches are state shared by threads."""
         key = (parse_special, continues)
@@ -278,12 +286,14 @@ class Detokenizer:
         *,
         skip_special: bool = False,
         context: Iterable[int] = (),
+        continues: bool = False,
     ):
         """Start a stream.
 
         Args:
           skip_special: leave control tokens out of the text.
           context: ids before the stream; the last few are enough.
+          continues: the stream's first token stands for all of its bytes, as if text came before.
         Raises:
           ValueError: an id is negative.
         """
@@ -291,7 +301,7 @@ class Detokenizer:
         self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         before = b"".join(tokenizer.token_bytes(idx) for idx in context if not self._skips(idx))
-        self._begun = bool(before)
+        self._begun = continues or bool(before)
         self._decoder.decode(before[-3:])  # a character is at most 4 bytes
         self._unfinished = self._decoder.getstate()[0]  # of the context, until it is continued
 

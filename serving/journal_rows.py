@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxstate.constraint import Constraint
 from jaxstate.errors import SnapshotError
 from jaxstate.flash import FlashQuery, Question
 from jaxstate.gate import Gate
@@ -130,6 +131,7 @@ def question_from_json(text: str) -> Question:
     """Read what `question_to_json` wrote."""
     saved = json.loads(text)
     sampling = saved["sampling"]
+    constraint = saved.get("constraint")  # older ones know none
     bias = {token_id: value for token_id, value in sampling["logit_bias"]}
     return Question(
         token_ids=tuple(saved["token_ids"]),
@@ -137,6 +139,7 @@ def question_from_json(text: str) -> Question:
         choices=tuple(tuple(choice) for choice in saved["choices"]),
         eos_ids=tuple(saved["eos_ids"]),
         sampling=Sampling(**(sampling | {"logit_bias": bias})),
+        constraint=Constraint(**constraint) if constraint else None,
     )
 
 

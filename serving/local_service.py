@@ -34,6 +34,7 @@ from jaxstate import checks, drift, session_snapshot
 from jaxstate.answer import Answer, Evidence, Source
 from jaxstate.calibration import ShadowSample
 from jaxstate.config import EngineConfig
+from jaxstate.constraint import Constraint
 from jaxstate.engine import Engine
 from jaxstate.errors import (
     BusyError,
@@ -440,7 +441,8 @@ class LocalService:
             what is at hand knows nothing of them.
           how: deadline_s, seconds after which it need not be begun any more.
         Raises:
-          InputError: a risk that no gate can keep, or choices with stop, top_logprobs or commit.
+          InputError: a risk that no gate can keep, choices with stop, top_logprobs or commit, or a
+            constraint that cannot be kept.
           ConflictError: commit, and another such turn of the session is under way.
         """
         if commit or stop or top_logprobs is not None:
@@ -463,6 +465,7 @@ class LocalService:
                 took = self._clock() - asked
                 self.metrics.note_answer(answer, took, took)
                 return Pending(self._changed, None, answer)
+        self._compile(question.constraint)
 
         def submit(pending: Pending) -> None:
             self._engine.session(session_id)
@@ -495,8 +498,9 @@ class LocalService:
         begin = functools.partial(
             self._engine.verbs.stream, max_new_tokens=question.max_new_tokens, commit=commit,
             eos_ids=question.eos_ids, sampling=question.sampling, stop=stop,
-            top_logprobs=top_logprobs,
+            top_logprobs=top_logprobs, constraint=question.constraint,
         )  # fmt: skip
+        self._compile(question.constraint)
         cells = len(question.token_ids) + question.max_new_tokens
 
         def submit(pending: Pending) -> None:
@@ -532,6 +536,7 @@ class LocalService:
 
         Of prompts with the same beginning that are under way together, one computes it.
         """
+        self._compile(options.get("constraint"))
 
         def submit(pending: Pending) -> None:
             begin = functools.partial(
@@ -581,6 +586,7 @@ class LocalService:
         """
         if risk is not None:
             drift.check_risk(risk)
+        self._compile(question.constraint)
 
         def register() -> FlashQuery:
             self._engine.session(session_id)
@@ -727,6 +733,11 @@ class LocalService:
         gc.unfreeze()
 
     # From callers to the worker
+
+    def _compile(self, constraint: Constraint | None) -> None:
+        """Compile what an answer has to be in the caller's thread: no step waits for it."""
+        if constraint is not None:
+            self._engine.verbs.compile(constraint)
 
     def _call(self, function: Callable[[], Any]) -> Any:
         """Run a function on the worker and return what it returns once that is kept, or raise."""
@@ -885,7 +896,7 @@ class LocalService:
         else:
             begin = functools.partial(
                 verbs.stream, max_new_tokens=question.max_new_tokens, eos_ids=question.eos_ids,
-                sampling=question.sampling, keep=keep,
+                sampling=question.sampling, keep=keep, constraint=question.constraint,
             )  # fmt: skip
             cells = len(question.token_ids) + question.max_new_tokens
         return self._submit(

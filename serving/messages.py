@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from jaxstate.answer import Answer, Evidence, FinishReason, Source, Token
+from jaxstate.constraint import Constraint
 from jaxstate.errors import InputError
 from jaxstate.flash import FlashQuery, Question
 from jaxstate.sampling import Sampling
@@ -128,6 +129,16 @@ def sampling(given: pb.Sampling) -> Sampling:
     )
 
 
+def constraint(given: pb.Question) -> Constraint | None:
+    """Return what an answer has to be; None = anything.
+
+    Raises:
+      InputError: it is empty or too long.
+    """
+    kind = given.WhichOneof("constraint")
+    return Constraint(**{kind: getattr(given, kind)}) if kind else None
+
+
 def number(given: float, field: str) -> float:
     """Return a number.
 
@@ -239,8 +250,9 @@ def flash_query(found: FlashQuery) -> pb.FlashQuery:
 
 
 def _question(found: Question) -> pb.Question:
-    drawn = found.sampling
+    drawn, held_to = found.sampling, found.constraint
     return pb.Question(
+        **({held_to.kind: held_to.text} if held_to else {}),
         prompt=_tokens(found.token_ids),
         max_new_tokens=found.max_new_tokens,
         choices=[_tokens(choice) for choice in found.choices],

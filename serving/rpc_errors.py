@@ -53,6 +53,7 @@ _FIELDS: Mapping[str, str] = {
         name: f"question.sampling.{name}"
         for name in ("temperature", "top_k", "top_p", "min_p", "seed", "logit_bias")
     },
+    **{name: f"question.{name}" for name in ("json_schema", "regex", "grammar")},
 }
 """What verbs call their arguments, and where these are in a message; others have the same name."""
 

@@ -19,7 +19,7 @@ async def question(given: pb.Question, call: Call, *, begins: bool = False) -> Q
     Args:
       begins: the prompt is a context of its own.
     Raises:
-      InputError: see prompts.ids and messages.sampling.
+      InputError: see prompts.ids, messages.sampling and messages.constraint.
     """
     eos_ids = set(given.eos_ids)
     if call.tokenizer is not None and not given.ignore_model_eos:
@@ -34,6 +34,7 @@ async def question(given: pb.Question, call: Call, *, begins: bool = False) -> Q
         choices=tuple(choices),
         eos_ids=tuple(sorted(eos_ids)),
         sampling=messages.sampling(given.sampling),
+        constraint=messages.constraint(given),
     )
 
 
@@ -64,7 +65,7 @@ async def generate(request: pb.GenerateRequest, call: Call) -> AsyncIterator[pb.
     pending = await call.begin(
         call.service.generate, asked.token_ids, max_new_tokens=asked.max_new_tokens,
         tenant=call.tenant, sampling=asked.sampling, eos_ids=asked.eos_ids,
-        stop=tuple(request.stop),
+        stop=tuple(request.stop), constraint=asked.constraint,
         top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
     )  # fmt: skip
     async for part in _answer(pending, len(asked.token_ids), call):
