@@ -52,8 +52,9 @@ class Constraints:
         is_text = np.zeros(-(-len(tokens) // 32) * 32, bool)
         is_text[: len(tokens)] = [bool(token) for token in tokens]
         self.is_text = np.packbits(is_text, bitorder="little").view(np.uint32)
-        # The library wants an end token: one behind all that there are.
-        self._index = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Tokens([*tokens, b""])))
+        # The library wants an end token: one behind all that there are, which no grammar can name.
+        wrapper = llguidance.TokenizerWrapper(_Tokens([*tokens, b"\xff."]))
+        self._index = llguidance.LLTokenizer(wrapper)
         self.compiled = functools.lru_cache(maxsize=KEPT)(self._compile)
 
     def _compile(self, kind: Kind, text: str) -> Compiled:
