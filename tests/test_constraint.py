@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import re
+import threading
 
 import command_line
 import grpc_service
@@ -25,6 +26,7 @@ from jaxstate.answer import FinishReason, Source
 from jaxstate.constraint import LONGEST, Constraint, Guide
 from jaxstate.errors import CancelledError, InputError
 from jaxstate.flash import Question
+from jaxstate.models.constraints import Constraints
 from jaxstate.plan import JobClass, Limits
 from jaxstate.prepositioning import Entry, Ready
 from jaxstate.sampling import Sampling
@@ -436,10 +438,9 @@ def test_sampling_and_log_probabilities_are_of_the_tokens_that_are_allowed(engin
     assert first.top_logprobs == pytest.approx(
         dict(zip(letters, expected.tolist(), strict=True)), abs=1e-3
     )
-    count = 1500
     drawn = np.zeros(4)
     stream = Constraint(regex="[a-d]")
-    for seed in range(count // 10):
+    for seed in range(150):
         answer = engine.query(
             session, asked.token_ids, max_new_tokens=1, constraint=stream,
             sampling=Sampling(temperature=1.0, seed=seed),
@@ -456,6 +457,24 @@ def test_sampling_and_log_probabilities_are_of_the_tokens_that_are_allowed(engin
     with pytest.raises(InputError, match="^logit_bias: "):
         banned = Sampling(logit_bias=dict.fromkeys(letters, -np.inf))
         engine.query(session, asked.token_ids, max_new_tokens=4, constraint=stream, sampling=banned)
+
+
+def test_callers_compile_constraints_and_no_step_waits_for_it(service, monkeypatch):
+    threads, start = [], Constraints.start
+
+    def note(self, grammar):
+        threads.append(threading.get_ident())
+        return start(self, grammar)
+
+    monkeypatch.setattr(Constraints, "start", note)
+    session = service.create(FROZEN)
+    held = [_question(1, 4, Constraint(regex=f"[a-z]{{{n}}}b?")) for n in range(21, 25)]
+    service.query(session, held[0]).result(WAIT_S)
+    service.query(session, held[1], commit=True).result(WAIT_S)
+    service.generate(_ids(1), max_new_tokens=3, constraint=held[2].constraint).result(WAIT_S)
+    service.register(session, held[3])
+    service.wait_until_idle(WAIT_S)
+    assert threads == [threading.get_ident()] * 4
 
 
 def test_nothing_is_compiled_for_a_constraint(service):

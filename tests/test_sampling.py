@@ -17,6 +17,7 @@ from jaxstate.sampling import Sampling
 SETTINGS = hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
 VOCAB, DRAWS = 12, 2000
 _draw = jax.jit(sampling.draw)
+_restrict = jax.jit(sampling.restrict)
 _draw_many = jax.jit(jax.vmap(sampling.draw, in_axes=(None,) * 7 + (0,)))
 
 
@@ -212,6 +213,26 @@ def test_settings_out_of_range_are_refused(name, value):
 def test_settings_that_cannot_reach_the_device_are_refused(name, value):
     with pytest.raises(InputError, match=name):
         Sampling(**{name: value})
+
+
+@hypothesis.given(
+    st.lists(st.integers(-3, 3), min_size=40, max_size=40),
+    st.sets(st.integers(0, 39), min_size=1),
+)
+@SETTINGS
+def test_restricted_logits_are_those_of_the_allowed_ties_by_lowest_id(values, allowed):
+    logits = np.asarray(values, np.float32)
+    bits = np.zeros(2, np.uint32)
+    for token_id in allowed:
+        bits[token_id // 32] |= np.uint32(1 << token_id % 32)
+    with jax.numpy_dtype_promotion("strict"):
+        masked, top_ids, best, lse = map(np.asarray, _restrict(logits, bits))
+    expected = [value if idx in allowed else -np.inf for idx, value in enumerate(values)]
+    assert masked.tolist() == expected
+    ranked = sorted(allowed, key=lambda idx: (-values[idx], idx))[:2]
+    assert top_ids[: len(ranked)].tolist() == ranked
+    assert best.tolist() == [values[idx] for idx in ranked] + [-np.inf] * (2 - len(ranked))
+    assert lse == pytest.approx(np.log(sum(np.exp(values[idx]) for idx in allowed)), abs=1e-5)
 
 
 def test_top_logits_come_largest_first_ties_by_lowest_id():
