@@ -36,6 +36,31 @@ class BusyError(JaxStateError):
         self.retry_after_s = retry_after_s
 
 
+class QuotaError(JaxStateError):
+    """A tenant has as much as it may have.
+
+    Attributes:
+      quota: which one it is, see serving.quotas.Quota.
+      tenant: whose.
+      retry_after_s: when to come again, about.
+    """
+
+    def __init__(self, message: str, *, quota: str, tenant: str, retry_after_s: float):
+        """Say what is used up."""
+        super().__init__(message)
+        self.quota = quota
+        self.tenant = tenant
+        self.retry_after_s = retry_after_s
+
+
+class UnauthenticatedError(JaxStateError):
+    """Nobody knows who calls."""
+
+
+class DeniedError(JaxStateError):
+    """It is known who calls, and he may not."""
+
+
 class ExpiredError(JaxStateError):
     """The deadline passed before anything was run."""
 

@@ -30,12 +30,15 @@ from jaxstate.serving import (
     local_model,
     market,
     serve_command,
+    terminal,
+    tokens_file,
 )
 from jaxstate.serving import doctor as doctor_command
 from jaxstate.serving import render as render_command
 from jaxstate.serving.grpc_server import ServerConfig
 from jaxstate.serving.journal import Durability
 from jaxstate.serving.serve_sizes import Sizes
+from jaxstate.serving.tls import Tls
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -153,13 +156,44 @@ def demo_questions_command(
 @app.command()
 def serve(
     model: Annotated[str, typer.Argument(help="Name, GGUF file or Hugging Face directory.")],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Address to listen on; others than the loopback's need --tls-cert, --tls-key and "
+            "--auth-tokens."
+        ),
+    ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="For gRPC; 0 = any that is free.")
     ] = 50051,
     metrics_port: Annotated[
         int, typer.Option(min=0, max=65535, help="For the page and /metrics; 0 = any.")
     ] = 50052,
+    metrics_host: Annotated[
+        str | None,
+        typer.Option(
+            show_default="the host, or 127.0.0.1 if others reach that",
+            help="Address of page and metrics, which show all tenants' sessions to whoever "
+            "reaches them.",
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        pathlib.Path | None, typer.Option(help="PEM file of the server's certificate, for TLS.")
+    ] = None,
+    tls_key: Annotated[
+        pathlib.Path | None, typer.Option(help="PEM file of its key, without a password.")
+    ] = None,
+    tls_client_ca: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="PEM file of who signs clients' certificates: all have to have one."),
+    ] = None,
+    auth_tokens: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            show_default="whoever reaches the server",
+            help="File of who may call, see `jaxstate token`; read again whenever it changes.",
+        ),
+    ] = None,
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -212,14 +246,15 @@ def serve(
         ),
     ] = "full",
     force: Annotated[
-        bool, typer.Option("--force", help="Let other machines in, without authentication.")
+        bool, typer.Option("--force", help="Let other machines in, whoever they are.")
     ] = False,
     cache_dir: CacheDir = None,
 ) -> None:
     """Serve sessions of a model over gRPC, with a page and metrics beside it."""
     options = serve_command.ServeOptions(
         model=model, served_model_name=served_model_name, dtype=dtype,
-        weights=cast(Weights, weights), metrics_port=metrics_port, force=force,
+        weights=cast(Weights, weights), metrics_port=metrics_port, metrics_host=metrics_host,
+        tls=_tls(tls_cert, tls_key, tls_client_ca), auth_tokens=auth_tokens, force=force,
         state_dir=state_dir, snapshot_dir=snapshot_dir, durability=cast(Durability, durability),
         server=ServerConfig(host=host, port=port, grace_s=grace_s),
         sizes=Sizes(
@@ -231,6 +266,31 @@ def serve(
     cache = _cache(cache_dir)
     compile_cache.enable(cache / "xla")
     serve_command.run(options, cache_dir=cache, out=Console(), log=_log())
+
+
+@app.command()
+def token(
+    tenant: Annotated[str, typer.Argument(help="Who is to have it: letters, digits, and . _ -")],
+    file: Annotated[pathlib.Path, typer.Option(help="Where its hash goes, see below.")],
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Give a tenant another token; the old one ends.")
+    ] = False,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Take the tenant out of the file instead.")
+    ] = False,
+) -> None:
+    """Make a token for a tenant of `serve --auth-tokens FILE` and print it, this once.
+
+    The file has a line of JSON for each tenant: its name, the token's SHA-256, and, written by
+    hand, "certificates" (names in client certificates) and quotas: "max_sessions", "max_cells",
+    "max_requests" (at once), "requests_per_s". A server reads it again as soon as it changes.
+    """
+    if remove:
+        tokens_file.remove(file, tenant)
+        terminal.say(_log(), f"tenant {tenant} is not let in any more; its sessions stay")
+        return
+    print(tokens_file.issue(file, tenant, replace=replace))
+    terminal.say(_log(), f"this is the token of tenant {tenant}; {file} has only its hash")
 
 
 @app.command()
@@ -324,6 +384,16 @@ def _say(message: str, status: int) -> int:
     """Print one sentence on stderr, whatever line breaks the message had."""
     print(f"jaxstate: {' '.join(message.split())}", file=sys.stderr)
     return status
+
+
+def _tls(
+    cert: pathlib.Path | None, key: pathlib.Path | None, client_ca: pathlib.Path | None
+) -> Tls | None:
+    if cert is not None and key is not None:
+        return Tls(cert=cert, key=key, client_ca=client_ca)
+    if cert or key or client_ca:
+        raise ValueError("tls-cert and tls-key: expected both with any option of TLS; add them")
+    return None
 
 
 def _cache(cache_dir: pathlib.Path | None) -> pathlib.Path:

@@ -13,11 +13,13 @@ import asyncio
 import dataclasses
 import logging
 
+import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jaxstate.serving import rpc_handlers
+from jaxstate.serving.auth import Access
 from jaxstate.serving.rpc_calls import Backend, Served
 
 logger = logging.getLogger(__name__)
@@ -54,13 +56,29 @@ class ServerConfig:
 
 
 class GrpcServer:
-    """Serves a LocalService; all of it runs in one event loop."""
+    """Serves a LocalService; all of it runs in one event loop.
 
-    def __init__(self, config: ServerConfig):
-        """Made within the event loop."""
+    Health is told to everybody, since probes have no tokens, and so is what .proto files say, by
+    reflection; both know nothing of tenants.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        access: Access | None = None,
+        credentials: grpc.ServerCredentials | None = None,
+    ):
+        """Made within the event loop.
+
+        Args:
+          access: who may call; None = whoever reaches it, all as one tenant.
+          credentials: for TLS; None = none.
+        """
         self._config = config
+        self._credentials = credentials
         self._health = health.aio.HealthServicer()
-        self._backend = Backend(self._note_lost)
+        self._backend = Backend(self._note_lost, access)
         self._server = grpc.aio.server(
             options=(
                 ("grpc.max_receive_message_length", config.max_message_bytes),
@@ -82,7 +100,11 @@ class GrpcServer:
           RuntimeError: the port is taken, or the host is none of this machine.
         """
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        port = self._server.add_insecure_port(f"{host}:{self._config.port}")
+        address = f"{host}:{self._config.port}"
+        if self._credentials is None:
+            port = self._server.add_insecure_port(address)
+        else:
+            port = self._server.add_secure_port(address, self._credentials)
         await self._set_health(_Status.NOT_SERVING)
         await self._server.start()
         logger.info("bound %s:%d", self._config.host, port)

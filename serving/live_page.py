@@ -30,6 +30,7 @@ from typing import Any
 
 from jaxstate.errors import ClosedError
 from jaxstate.serving import live_state, ports, prometheus
+from jaxstate.serving.auth import Access
 from jaxstate.serving.live_feed import Feed
 from jaxstate.serving.local_service import LocalService
 
@@ -72,10 +73,10 @@ class LivePage:
         )
         self._thread.start()
 
-    def open(self, service: LocalService, model_name: str) -> None:
-        """Show a service from now on."""
+    def open(self, service: LocalService, model_name: str, access: Access | None = None) -> None:
+        """Show a service from now on; `access`: see Exporter."""
         self.model_name = model_name
-        self.exporter = prometheus.Exporter(service, model_name)
+        self.exporter = prometheus.Exporter(service, model_name, access)
         self.feed = Feed(service)
         self.service = service
         self.phase = "ready"

@@ -66,6 +66,7 @@ from jaxstate.serving.evaluations import Evaluation, Evaluations
 from jaxstate.serving.journal import Journal
 from jaxstate.serving.journal_rows import SavedSession
 from jaxstate.serving.pending import Pending
+from jaxstate.serving.quotas import Holdings, QuotaOf, Usage
 from jaxstate.serving.snapshots import Snapshots
 from jaxstate.serving.write_memory import Number, WriteMemory
 from jaxstate.session import WhenFull, common_len
@@ -94,6 +95,7 @@ class LocalService:
         preposition: int = 4,
         journal: Journal | None = None,
         snapshots: Snapshots | None = None,
+        quota_of: QuotaOf | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """Start the worker; from now on nobody else may use the engine.
@@ -109,6 +111,7 @@ class LocalService:
             with the service.
           snapshots: where sessions' cells are saved once they rest and at the end, for the next
             start; needs a journal.
+          quota_of: see Holdings; of what is computed unasked nothing is counted.
           clock: seconds, never going back.
         Raises:
           ValueError: snapshots without a journal.
@@ -122,6 +125,7 @@ class LocalService:
             rows=largest.num_rows,
         )
         self._engine = engine
+        self._holdings = Holdings(engine.verbs.sessions, quota_of)
         self.metrics = Metrics()
         self._scheduler = Scheduler(
             engine.executor, engine.pages, limits, prefixes=engine.verbs.prefixes,
@@ -193,8 +197,8 @@ class LocalService:
 
         def submit(pending: Pending) -> None:
             self._submit_new(
-                pending, begin, frozen, "frozen", JobClass.APPEND, cells=len(frozen), tenant=tenant,
-                deadline_s=deadline_s, can_stop=True,
+                pending, begin, frozen, "frozen", JobClass.APPEND, cells=len(frozen), sessions=1,
+                tenant=tenant, deadline_s=deadline_s, can_stop=True,
             )  # fmt: skip
 
         return self._pending(JobClass.APPEND, submit)
@@ -203,6 +207,8 @@ class LocalService:
         """See Engine.fork; registered questions stay with the parent."""
 
         def fork() -> str:
+            parent = self._engine.session(session_id)
+            self._holdings.check(parent.tenant, sessions=1, cells=parent.context_len)
             name = self._engine.fork(session_id, new_id=new_id)
             self._open(name)
             self._durable.created(self._engine.session(name))
@@ -294,6 +300,11 @@ class LocalService:
                 raise SessionError(
                     f"session {name}: an append is being computed; restore it when that is done"
                 )
+            live = verbs.sessions.get(name)
+            more = len(snapshot.token_ids) - (live.context_len if live else 0)
+            self._holdings.check(
+                snapshot.fields["tenant"], sessions=live is None, cells=max(more, 0)
+            )
             session = session_snapshot.put(verbs, snapshot, name)
             memory = self._memories.get(name)
             with self._changed:
@@ -670,6 +681,10 @@ class LocalService:
             lambda: ServiceInfo.of(self._engine, self.metrics, self._scheduler.waiting)
         )
 
+    def usage(self, tenant: str) -> Usage:
+        """Say what a tenant has between two steps."""
+        return self._call(lambda: self._holdings.usage(tenant))
+
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Have the worker call back behind every step and change; returns what ends that.
 
@@ -1000,7 +1015,9 @@ class LocalService:
         exclusive: bool = False,
         deadline_s: float = math.inf,
     ) -> Ticket:
-        self._engine.session(session_id)  # known, or refused at once
+        tenant = self._engine.session(session_id).tenant  # known, or refused at once
+        if pending.asked:
+            self._holdings.check(tenant, cells=cells)
         now = self._clock()
         after: frozenset[int] = frozenset()
         if session_id in self._reviving:  # once is enough, and now somebody waits for it
@@ -1011,6 +1028,8 @@ class LocalService:
             session=session_id, tokens=len(token_ids), cells=cells, now=now,
             deadline=pending.asked + deadline_s, after=after, exclusive=exclusive,
         )  # fmt: skip
+        if pending.asked:
+            self._holdings.reserve(ticket, tenant, cells=cells)
         self._durable.hold(ticket)
         self._attach(pending, ticket)
         return ticket
@@ -1024,6 +1043,7 @@ class LocalService:
         job_class: JobClass,
         *,
         cells: int,
+        sessions: int = 0,
         tenant: str,
         deadline_s: float = math.inf,
         can_stop: bool | None = None,
@@ -1031,12 +1051,14 @@ class LocalService:
         """Submit a verb that computes a context of its own from its start."""
         if len(token_ids):  # others' beginnings are compared with it before it is run
             checks.token_ids(token_ids, self._engine.model, what)
+        self._holdings.check(tenant, sessions=sessions, cells=cells)
         now = self._clock()
         ticket = self._scheduler.submit(
             begin, job_class=job_class, session=f"new {next(self._news)}", tokens=len(token_ids),
             cells=cells, now=now, deadline=pending.asked + deadline_s, prefix=token_ids,
             tenant=tenant, can_stop=can_stop,
         )  # fmt: skip
+        self._holdings.reserve(ticket, tenant, sessions=sessions, cells=cells)
         self._durable.hold(ticket)
         self._attach(pending, ticket)
         return ticket

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from jaxstate.answer import Answer, Evidence, FinishReason, Source, Token
 from jaxstate.constraint import Constraint
-from jaxstate.errors import InputError
+from jaxstate.errors import InputError, UnknownSessionError
 from jaxstate.flash import FlashQuery, Question
 from jaxstate.sampling import Sampling
 from jaxstate.serving import jaxstate_pb2 as pb
+from jaxstate.serving import tenants
 from jaxstate.serving.description import ServiceInfo, SessionInfo
 from jaxstate.serving.local_service import From, Stale
 from jaxstate.serving.snapshot_store import SavedSnapshot
@@ -52,29 +53,33 @@ _SOURCES = {
 # From clients
 
 
-def session_id(given: str) -> str:
-    """Return the id of a session.
+def session_id(given: str, tenant: str) -> str:
+    """Return what the engine calls a session of a tenant's.
 
     Raises:
-      InputError: it is none.
+      InputError: it is no id.
+      UnknownSessionError: the tenant can have no such session.
     """
     if not given:
         raise InputError("session_id: expected the id of a session, got none")
-    return _of_fair_length(given, "session_id")
+    name = tenants.qualified(tenant, _of_fair_length(given, "session_id"))
+    if name is None:
+        raise UnknownSessionError(given, ())
+    return name
 
 
-def new_session_id(given: str, field: str = "session_id") -> str | None:
-    """Return the id that a new session shall have; None = the service chooses.
+def new_session_id(given: str, tenant: str, field: str = "session_id") -> str | None:
+    """Return what the engine shall call a new session of a tenant's; None = it chooses.
 
     Raises:
       InputError: characters that do not belong into an id.
     """
     if not given:
-        return None
+        return tenants.fresh(tenant)
     _of_fair_length(given, field)
     if not re.fullmatch(r"[A-Za-z0-9._:-]+", given):
         raise InputError(f"{field}: expected letters, digits, and . _ : - only, got {given!r}")
-    return given
+    return tenants.qualified(tenant, given)
 
 
 def writer(given: str) -> str:
@@ -154,9 +159,9 @@ def number(given: float, field: str) -> float:
 
 
 def session(info: SessionInfo) -> pb.Session:
-    """Say how a session stands."""
+    """Say to its tenant how a session stands."""
     return pb.Session(
-        session_id=info.session_id,
+        session_id=tenants.unqualified(info.tenant, info.session_id),
         version=info.version,
         context_tokens=info.context_len,
         prefix_tokens=info.frozen_len,
@@ -234,8 +239,8 @@ def _evidence(found: Evidence | None) -> pb.Evidence | None:
     )
 
 
-def flash_query(found: FlashQuery) -> pb.FlashQuery:
-    """Say how a registered question stands."""
+def flash_query(found: FlashQuery, tenant: str) -> pb.FlashQuery:
+    """Say to a tenant how a registered question stands."""
     return pb.FlashQuery(
         flash_id=found.flash_id,
         question=_question(found.question),
@@ -245,7 +250,7 @@ def flash_query(found: FlashQuery) -> pb.FlashQuery:
         hits=found.hits,
         stale_hits=found.stale_hits,
         gate_fires=found.fires,
-        error=str(found.error or ""),
+        error=tenants.shown(tenant, str(found.error or "")),
     )
 
 

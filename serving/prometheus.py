@@ -5,7 +5,8 @@ body = exporter.exposition()                       # of CONTENT_TYPE
 
 What vLLM calls a request is here a query or a prompt that somebody waits for: appends, evaluations
 of registered questions and what is paid ahead are told by class, in metrics of their own. Figures
-are those of all tenants together and name no session.
+are those of all tenants together and name no session; those that begin with "tenant_" have a label
+for whose they are, and its values are the tenants of the tokens file and of open sessions.
 
 Source of the names: vLLM's production metrics (docs.vllm.ai/en/stable/usage/metrics).
 """
@@ -21,6 +22,7 @@ from prometheus_client.registry import Collector
 from jaxstate.answer import Answer, Source
 from jaxstate.plan import JobClass
 from jaxstate.scheduler import State, Ticket
+from jaxstate.serving.auth import Access
 from jaxstate.serving.description import Overview
 from jaxstate.serving.local_service import LocalService
 
@@ -37,8 +39,13 @@ _LABEL = "model_name"  # vLLM's, on every metric
 class Exporter(Collector):
     """Listens to what a service counts and tells it to whoever scrapes."""
 
-    def __init__(self, service: LocalService, model_name: str):
-        """Count from now on."""
+    def __init__(self, service: LocalService, model_name: str, access: Access | None = None):
+        """Count from now on.
+
+        Args:
+          access: counts tenants' calls; None = there is one tenant.
+        """
+        self._access = access
         self._service = service
         self._model = model_name
         self._registry = prometheus_client.CollectorRegistry()
@@ -122,6 +129,8 @@ class Exporter(Collector):
         overview = self._service.overview()
         yield from self._standing(overview)
         yield from self._counted()
+        if self._access is not None:
+            yield from self._of_tenants(overview, self._access)
 
     def _standing(self, overview: Overview) -> Iterator[GaugeMetricFamily]:
         cells = overview.cells
@@ -234,6 +243,29 @@ class Exporter(Collector):
                 {(): metrics.compilations},
             )  # fmt: skip
 
+    def _of_tenants(
+        self, overview: Overview, access: Access
+    ) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        sessions = dict.fromkeys(access.tenants, 0)
+        cells = dict(sessions)
+        for info, _ in overview.sessions:
+            sessions[info.tenant] = sessions.get(info.tenant, 0) + 1
+            cells[info.tenant] = cells.get(info.tenant, 0) + info.context_len
+        requests = access.requests
+        yield self._gauge("tenant_sessions", "Open sessions.", _by(sessions), "tenant")
+        yield self._gauge(
+            "tenant_context_tokens", "Cells of all contexts, wherever they are.", _by(cells),
+            "tenant",
+        )  # fmt: skip
+        yield self._gauge(
+            "tenant_requests_running", "Calls under way.", _by(requests.running), "tenant"
+        )
+        yield self._total("tenant_requests", "Calls begun.", _by(requests.begun), "tenant")
+        yield self._total(
+            "tenant_requests_refused", "Calls refused, by the quota that was used up.",
+            dict(requests.refused), "tenant", "quota",
+        )  # fmt: skip
+
     # Families
 
     def _histogram(
@@ -264,3 +296,7 @@ class Exporter(Collector):
         for found, value in values.items():
             filled.add_metric((self._model, *found), value)
         return filled
+
+
+def _by(figures: dict[str, int]) -> dict[tuple[str, ...], float]:
+    return {(name,): value for name, value in dict(figures).items()}

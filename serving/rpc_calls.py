@@ -20,7 +20,8 @@ import grpc.aio
 from jaxstate.errors import InputError, JaxStateError
 from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.serving import jaxstate_pb2 as pb
-from jaxstate.serving import prompts
+from jaxstate.serving import messages, prompts
+from jaxstate.serving.auth import Access
 from jaxstate.serving.local_service import LocalService
 from jaxstate.serving.pending import Pending
 from jaxstate.serving.rpc_errors import UnavailableError
@@ -51,12 +52,14 @@ class Served:
 class Backend:
     """What is served to the calls of one event loop: nothing at first, nothing more in the end."""
 
-    def __init__(self, on_lost: Callable[[], Any]):
+    def __init__(self, on_lost: Callable[[], Any], access: Access | None = None):
         """Start closed, in the event loop that will run the calls.
 
         Args:
           on_lost: called when the service ends by itself.
+          access: who may call; None = whoever reaches the server, all as one tenant.
         """
+        self.access = access
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._served: Served | None = None
@@ -142,22 +145,31 @@ class Call:
         """Admit it.
 
         Raises:
+          UnauthenticatedError, DeniedError: not this caller.
           UnavailableError: nothing is served.
         """
         self._backend = backend
         self._context = context
+        self.tenant = tenant_of(context, backend.access)
         served = backend.served
         self.service = served.service
         self.tokenizer = served.tokenizer
         self.model_name = served.name
         self.snapshots = served.snapshots
-        self.tenant = tenant_of(context)
 
     @property
     def deadline_s(self) -> float:
         """Seconds that are left to it; inf without a deadline."""
         left = self._context.time_remaining()
         return math.inf if left is None else left
+
+    def session_id(self, given: str) -> str:
+        """Return what the engine calls the caller's session, see messages.session_id."""
+        return messages.session_id(given, self.tenant)
+
+    def new_session_id(self, given: str, field: str = "session_id") -> str | None:
+        """Return what it shall call a new one, see messages.new_session_id."""
+        return messages.new_session_id(given, self.tenant, field)
 
     async def run(
         self,
@@ -228,14 +240,28 @@ class Call:
         """Wait until the worker makes something true.
 
         Raises:
-          UnavailableError: the server goes down.
+          JaxStateError: see check_served.
         """
         while not condition():
             await self.change()
             self.check_served()
 
+    def check_caller(self) -> None:
+        """See that the caller of a long call is still let in.
+
+        Raises:
+          UnauthenticatedError, DeniedError: see tenant_of.
+        """
+        tenant_of(self._context, self._backend.access)
+
     def check_served(self) -> None:
-        """Raise UnavailableError when the server goes down."""
+        """See that a call without an end of its own may go on.
+
+        Raises:
+          UnauthenticatedError, DeniedError: see check_caller.
+          UnavailableError: the server goes down.
+        """
+        self.check_caller()
         _ = self._backend.served
 
     async def ids(self, prompt: pb.Prompt, field: str, *, begins: bool = False) -> list[int]:
@@ -255,9 +281,15 @@ class Call:
         return self.tokenizer
 
 
-def tenant_of(context: grpc.aio.ServicerContext) -> str:
-    """Return who calls; the one place that decides. Without authentication all are one tenant."""
-    return ""
+def tenant_of(context: grpc.aio.ServicerContext, access: Access | None) -> str:
+    """Return who calls; the one place that decides. Without authentication all are one tenant, "".
+
+    Raises:
+      UnauthenticatedError, DeniedError: see Access.tenant_of.
+    """
+    if access is None:
+        return ""
+    return access.tenant_of(context.invocation_metadata() or (), context.peer_identities() or ())
 
 
 def _cancel(pending: Pending, undo: Undo | None = None) -> None:

@@ -10,6 +10,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 from jaxstate import errors
+from jaxstate.serving import tenants
 
 DOMAIN = "jaxstate.v1"
 _LONGEST = 1000  # characters of a message: they travel in a header
@@ -24,6 +25,9 @@ _CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
     (errors.PoolFullError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.CapacityError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.QuotaError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
+    (errors.DeniedError, grpc.StatusCode.PERMISSION_DENIED),
     (errors.PoolLostError, grpc.StatusCode.UNAVAILABLE),
     (errors.ExpiredError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.ClosedError, grpc.StatusCode.UNAVAILABLE),
@@ -72,7 +76,7 @@ class SeriesError(errors.JaxStateError):
 
     def __init__(self, cause: BaseException, *, applied: int, version: int):
         """Take the cause's message and status."""
-        super().__init__(f"{cause}; {applied} appends before it were applied")
+        super().__init__(f"{_said(cause)}; {applied} appends before it were applied")
         self.cause = cause
         self.applied = applied
         self.version = version
@@ -90,24 +94,32 @@ def code_of(error: BaseException) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
-def status_of(error: BaseException, request_id: str) -> status_pb2.Status:
+def status_of(error: BaseException, request_id: str, tenant: str = "") -> status_pb2.Status:
     """Return the whole status of an error.
 
     Args:
       request_id: under which the server's log says more; told where that is worth reading.
+      tenant: who is told; sessions are called what he calls them.
     """
     code = code_of(error)
     internal = code is grpc.StatusCode.INTERNAL
     message = _clipped(
-        f"request {request_id} failed; the server's log says why" if internal else str(error)
+        f"request {request_id} failed; the server's log says why"
+        if internal
+        else tenants.shown(tenant, _said(error))
     )
-    if isinstance(error, errors.UnknownSessionError):  # which others are open is not for everybody
-        message = f"session {_clipped(error.session_id)} is unknown or closed; see ListSessions"
     return status_pb2.Status(
         code=code.value[0],
         message=message,
         details=[_packed(detail) for detail in _details(error, message, internal, request_id)],
     )
+
+
+def _said(error: BaseException) -> str:
+    """Return what a client may read: which sessions are open is not for everybody."""
+    if isinstance(error, errors.UnknownSessionError):
+        return f"session {error.session_id} is unknown or closed; see ListSessions"
+    return str(error)
 
 
 def _details(error: BaseException, message: str, internal: bool, request_id: str):
@@ -125,7 +137,14 @@ def _details(error: BaseException, message: str, internal: bool, request_id: str
             field=field, description=description
         )
         yield error_details_pb2.BadRequest(field_violations=[violation])
-    if isinstance(error, errors.BusyError | UnavailableError):
+    if isinstance(error, errors.QuotaError):
+        violation = error_details_pb2.QuotaFailure.Violation(
+            subject=f"tenant:{error.tenant}", description=message
+        )
+        yield error_details_pb2.QuotaFailure(violations=[violation])
+    if isinstance(
+        error, errors.BusyError | errors.PoolFullError | errors.QuotaError | UnavailableError
+    ):
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         yield error_details_pb2.RetryInfo(retry_delay=delay)

@@ -13,16 +13,16 @@ async def register(request: pb.RegisterRequest, call: Call) -> pb.FlashQuery:
     """Register a question."""
     found = await call.run(
         call.service.register,
-        messages.session_id(request.session_id),
+        call.session_id(request.session_id),
         await rpc_questions.question(request.question, call),
         risk=request.risk if request.HasField("risk") else None,
     )
-    return messages.flash_query(found)
+    return messages.flash_query(found, call.tenant)
 
 
 async def unregister(request: pb.UnregisterRequest, call: Call) -> pb.UnregisterResponse:
     """Forget a registered question."""
-    name = messages.session_id(request.session_id)
+    name = call.session_id(request.session_id)
     await call.run(call.service.unregister, name, request.flash_id)
     return pb.UnregisterResponse()
 
@@ -31,16 +31,17 @@ async def list_flash_queries(
     request: pb.ListFlashQueriesRequest, call: Call
 ) -> pb.ListFlashQueriesResponse:
     """Describe a session's registered questions."""
-    name = messages.session_id(request.session_id)
+    name = call.session_id(request.session_id)
     found = await call.run(call.service.flash_queries, name)
-    return pb.ListFlashQueriesResponse(queries=[messages.flash_query(one) for one in found])
+    queries = [messages.flash_query(one, call.tenant) for one in found]
+    return pb.ListFlashQueriesResponse(queries=queries)
 
 
 async def watch_answers(
     request: pb.WatchAnswersRequest, call: Call
 ) -> AsyncIterator[pb.FreshAnswer]:
     """Yield fresh answers as they come, until the client or the server goes away."""
-    name, cursor = messages.session_id(request.session_id), request.cursor
+    name, cursor = call.session_id(request.session_id), request.cursor
     while True:
         fresh, cursor = call.service.answers(name, cursor)
         for one in fresh:

@@ -110,12 +110,15 @@ async def _answering(
     """Admit a call and turn what it raises into its status."""
     request_id = f"{next(_requests)}"
     backend.num_calls += 1
+    call = None
     try:
-        yield Call(backend, context)
+        call = Call(backend, context)
+        with backend.access.under_way(call.tenant) if backend.access else contextlib.nullcontext():
+            yield call
     except asyncio.CancelledError:
         raise
     except Exception as error:
-        status = rpc_errors.status_of(error, request_id)
+        status = rpc_errors.status_of(error, request_id, call.tenant if call else "")
         if status.code == grpc.StatusCode.INTERNAL.value[0]:
             logger.exception("request %s: %s failed", request_id, method)
         await context.abort(

@@ -40,7 +40,7 @@ async def question(given: pb.Question, call: Call, *, begins: bool = False) -> Q
 
 async def query(request: pb.QueryRequest, call: Call) -> AsyncIterator[pb.AnswerPart]:
     """Ask a session."""
-    service, name = call.service, messages.session_id(request.session_id)
+    service, name = call.service, call.session_id(request.session_id)
     asked = await question(request.question, call)
     stale, entry = messages.stale(request.stale), messages.entry(request.entry)
     if request.min_version:
@@ -104,7 +104,7 @@ def _prompt(prompt_len: int, cached: int) -> pb.AnswerPart:
 async def advance(request: pb.AdvanceRequest, call: Call) -> pb.AdvanceResponse:
     """Pay for a header once, in idle time."""
     pending = await call.begin(
-        call.service.advance, messages.session_id(request.session_id),
+        call.service.advance, call.session_id(request.session_id),
         await _header(request.header, call),
     )  # fmt: skip
     paid = await call.result(pending)
@@ -115,7 +115,7 @@ async def advance(request: pb.AdvanceRequest, call: Call) -> pb.AdvanceResponse:
 async def declare(request: pb.DeclareRequest, call: Call) -> pb.DeclareResponse:
     """Have a header paid for in idle time, from now on."""
     header = await _header(request.header, call)
-    await call.run(call.service.declare, messages.session_id(request.session_id), header)
+    await call.run(call.service.declare, call.session_id(request.session_id), header)
     return pb.DeclareResponse()
 
 

@@ -66,5 +66,8 @@ async def get_model_info(request: pb.GetModelInfoRequest, call: Call) -> pb.Mode
 
 
 async def get_stats(request: pb.GetStatsRequest, call: Call) -> pb.Stats:
-    """Say what the server has done and holds."""
-    return messages.stats(await call.run(call.service.stats))
+    """Say what the server has done and holds; to one of several tenants, what is his."""
+    if not call.tenant:
+        return messages.stats(await call.run(call.service.stats))
+    used = await call.run(call.service.usage, call.tenant)
+    return pb.Stats(sessions=used.sessions, cells_used=used.cells)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from jaxstate.errors import BusyError, InputError, JaxStateError
 from jaxstate.serving import jaxstate_pb2 as pb
-from jaxstate.serving import messages
+from jaxstate.serving import messages, tenants
 from jaxstate.serving.pending import Pending
 from jaxstate.serving.rpc_calls import Call
 from jaxstate.serving.rpc_errors import SeriesError
@@ -25,7 +25,7 @@ async def create_session(request: pb.CreateSessionRequest, call: Call) -> pb.Ses
     pending = await call.begin(
         service.begin_create,
         await call.ids(request.prefix, "prefix", begins=True),
-        session_id=messages.new_session_id(request.session_id),
+        session_id=call.new_session_id(request.session_id),
         when_full=messages.when_full(request.when_full),
         tenant=call.tenant,
         undo=service.close_session,
@@ -36,7 +36,7 @@ async def create_session(request: pb.CreateSessionRequest, call: Call) -> pb.Ses
 
 async def get_session(request: pb.GetSessionRequest, call: Call) -> pb.Session:
     """Describe a session."""
-    name = messages.session_id(request.session_id)
+    name = call.session_id(request.session_id)
     return messages.session(await call.run(call.service.describe, name))
 
 
@@ -46,12 +46,13 @@ async def list_sessions(request: pb.ListSessionsRequest, call: Call) -> pb.ListS
     mine = [
         info
         for info in found
-        if info.tenant == call.tenant and info.session_id > request.page_token
+        if info.tenant == call.tenant
+        and (tenants.unqualified(call.tenant, info.session_id) or "") > request.page_token
     ]
     count = min(request.page_size or _DEFAULT_PAGE, _DEFAULT_PAGE)
-    page = mine[:count]
+    page = [messages.session(info) for info in mine[:count]]
     return pb.ListSessionsResponse(
-        sessions=[messages.session(info) for info in page],
+        sessions=page,
         next_page_token=page[-1].session_id if len(mine) > count else "",
     )
 
@@ -61,8 +62,8 @@ async def fork(request: pb.ForkRequest, call: Call) -> pb.Session:
     service = call.service
     name = await call.run(
         service.fork,
-        messages.session_id(request.session_id),
-        new_id=messages.new_session_id(request.new_session_id, "new_session_id"),
+        call.session_id(request.session_id),
+        new_id=call.new_session_id(request.new_session_id, "new_session_id"),
         undo=service.close_session,
     )
     return await _described(call, name)
@@ -70,7 +71,7 @@ async def fork(request: pb.ForkRequest, call: Call) -> pb.Session:
 
 async def close_session(request: pb.CloseSessionRequest, call: Call) -> pb.CloseSessionResponse:
     """Close a session and free its cells."""
-    await call.run(call.service.close_session, messages.session_id(request.session_id))
+    await call.run(call.service.close_session, call.session_id(request.session_id))
     return pb.CloseSessionResponse()
 
 
@@ -79,7 +80,7 @@ async def append(request: pb.AppendRequest, call: Call) -> pb.AppendResponse:
     token_ids = await call.ids(request.prompt, "prompt")
     number = _number(request)
     pending = await call.begin(
-        call.service.append, messages.session_id(request.session_id), token_ids, number=number
+        call.service.append, call.session_id(request.session_id), token_ids, number=number
     )
     version = await call.result(pending, cancels=number is None)
     return pb.AppendResponse(version=version, tokens=len(token_ids))
@@ -102,13 +103,14 @@ async def append_stream(
 
     try:
         async for request in requests:
+            call.check_caller()
             name = _same_session(name, request.session_id)
             token_ids = await call.ids(request.prompt, "prompt")
             while len(flying) >= _FLYING:
                 await land()
             append = functools.partial(
-                call.begin, call.service.append, name, token_ids, number=_number(request),
-                behind=behind,
+                call.begin, call.service.append, call.session_id(name), token_ids,
+                number=_number(request), behind=behind,
             )  # fmt: skip
             behind = await _patiently(append)
             flying.append((behind, len(token_ids)))
@@ -126,7 +128,7 @@ async def update(request: pb.UpdateRequest, call: Call) -> pb.UpdateResponse:
     """Replace a session's stream."""
     pending = await call.begin(
         call.service.update,
-        messages.session_id(request.session_id),
+        call.session_id(request.session_id),
         await call.ids(request.prompt, "prompt"),
         number=(number := _number(request)),
     )
@@ -137,7 +139,7 @@ async def rollback(request: pb.RollbackRequest, call: Call) -> pb.RollbackRespon
     """Drop a session's last tokens."""
     pending = await call.begin(
         call.service.rollback,
-        messages.session_id(request.session_id),
+        call.session_id(request.session_id),
         request.tokens,
         number=(number := _number(request)),
     )
@@ -165,7 +167,7 @@ def _same_session(before: str, given: str) -> str:
             f'session_id: expected "{before}" in all messages of a stream, got "{given[:128]}"; '
             "open a stream for each session"
         )
-    return before or messages.session_id(given)
+    return before or given
 
 
 async def _patiently(begin: Callable[[], Awaitable[Pending]]) -> Pending:

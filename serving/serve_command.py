@@ -21,6 +21,7 @@ from jaxstate.models import loading
 from jaxstate.models.config import DtypePolicy
 from jaxstate.models.quantized import Weights
 from jaxstate.serving import local_model, ports, serve_sizes, terminal
+from jaxstate.serving.auth import Access
 from jaxstate.serving.grpc_server import GrpcServer, ServerConfig
 from jaxstate.serving.journal import Durability, Journal
 from jaxstate.serving.live_page import LivePage
@@ -29,6 +30,7 @@ from jaxstate.serving.rpc_calls import Served
 from jaxstate.serving.serve_sizes import Sizes
 from jaxstate.serving.snapshot_store import SnapshotStore
 from jaxstate.serving.snapshots import Snapshots
+from jaxstate.serving.tls import Tls
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -43,8 +45,12 @@ class ServeOptions:
       dtype, weights: see loading.load.
       sizes: see Sizes.
       server: where to serve.
-      metrics_port: of page and metrics, on the same host; 0 = any that is free.
-      force: let other machines in, though nobody has to say who he is.
+      metrics_host: of page and metrics, which show all tenants' sessions to whoever reaches them;
+        None = the server's host if it is of the loopback, else 127.0.0.1.
+      metrics_port: 0 = any that is free.
+      tls: see Tls; None = clients connect without.
+      auth_tokens: who may call, see tokens_file; None = whoever reaches the server.
+      force: let other machines in where nobody has to say who he is.
       state_dir: where sessions outlive the process; None = they end with it.
       durability: see Journal; "off" = nothing is kept.
       snapshot_dir: of what clients save by name; None = beside what state_dir keeps, if that is.
@@ -57,6 +63,9 @@ class ServeOptions:
     sizes: Sizes
     server: ServerConfig
     metrics_port: int
+    metrics_host: str | None = None
+    tls: Tls | None = None
+    auth_tokens: pathlib.Path | None = None
     force: bool = False
     state_dir: pathlib.Path | None = None
     durability: Durability = "full"
@@ -66,13 +75,27 @@ class ServeOptions:
         """Refuse what would let others in unasked, or lose what is to be kept."""
         if self.durability not in (known := get_args(Durability)):
             raise ValueError(f"durability: expected one of {known}, got {self.durability!r}")
-        host = self.server.host
-        if not self.force and not ports.is_loopback(host):
+        host, page_host = self.server.host, self.page_host
+        is_safe = self.tls is not None and self.auth_tokens is not None
+        if not self.force and not is_safe and not ports.is_loopback(host):
             raise ValueError(
                 f"host: expected an address of the loopback, such as 127.0.0.1, got {host}: "
-                "whoever reaches the server may use it and read all sessions; take --force if "
-                "nobody else does"
+                "whoever reaches the server may use it and read all sessions; take --tls-cert, "
+                "--tls-key and --auth-tokens, or --force if nobody else reaches it"
             )
+        if not self.force and not ports.is_loopback(page_host):
+            raise ValueError(
+                f"metrics-host: expected an address of the loopback, got {page_host}: the page "
+                "shows all tenants' sessions to whoever reaches it; put something that asks for a "
+                "password before it, or take --force if nobody else does"
+            )
+
+    @property
+    def page_host(self) -> str:
+        """Where page and metrics are."""
+        if self.metrics_host is not None:
+            return self.metrics_host
+        return self.server.host if ports.is_loopback(self.server.host) else "127.0.0.1"
 
 
 def run(options: ServeOptions, *, cache_dir: pathlib.Path, out: Console, log: Console) -> None:
@@ -85,15 +108,17 @@ def run(options: ServeOptions, *, cache_dir: pathlib.Path, out: Console, log: Co
 
 
 async def _run(options: ServeOptions, cache_dir: pathlib.Path, out: Console, log: Console) -> None:
-    host = options.server.host
+    host, page_host = options.server.host, options.page_host
+    credentials = options.tls.credentials() if options.tls else None
+    access = _access(options)
     ports.check_free(host, options.server.port, "port")
-    server = GrpcServer(options.server)
-    page = LivePage(host=host, port=options.metrics_port)
+    server = GrpcServer(options.server, access=access, credentials=credentials)
+    page = LivePage(host=page_host, port=options.metrics_port)
     served = None
     try:
         port = await server.start()
         stop = _stop_on_signals(log, options.server.grace_s)
-        load = asyncio.create_task(asyncio.to_thread(_load, options, cache_dir, log))
+        load = asyncio.create_task(asyncio.to_thread(_load, options, access, cache_dir, log))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({load, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not load.done():
@@ -102,11 +127,11 @@ async def _run(options: ServeOptions, cache_dir: pathlib.Path, out: Console, log
         served = load.result()
         _stop_on_failure(served.service, stop)
         await server.open(served)
-        page.open(served.service, served.name)
+        page.open(served.service, served.name, access)
         terminal.say(
             out,
             f"ready: {served.name} on {_address(host, port)}, page and metrics on "
-            f"http://{_address(host, page.port)}/",
+            f"http://{_address(page_host, page.port)}/",
         )
         await stopping
         page.drain()
@@ -120,7 +145,22 @@ async def _run(options: ServeOptions, cache_dir: pathlib.Path, out: Console, log
     terminal.say(log, "drained")
 
 
-def _load(options: ServeOptions, cache_dir: pathlib.Path, log: Console) -> Served:
+def _access(options: ServeOptions) -> Access | None:
+    """Read who may call; ValueError where some never could."""
+    if options.auth_tokens is None:
+        return None
+    access = Access(options.auth_tokens)
+    if access.asks_for_certificates and (options.tls is None or options.tls.client_ca is None):
+        raise ValueError(
+            f"tls-client-ca: expected who signs the certificates that {options.auth_tokens} asks "
+            "for, got none"
+        )
+    return access
+
+
+def _load(
+    options: ServeOptions, access: Access | None, cache_dir: pathlib.Path, log: Console
+) -> Served:
     """Go from a name to a running service, saying what it takes before it is taken."""
     path = local_model.path_of(options.model, cache_dir, log)
     model = loading.read_config(path, DtypePolicy.named(options.dtype))
@@ -135,7 +175,7 @@ def _load(options: ServeOptions, cache_dir: pathlib.Path, log: Console) -> Serve
         engine = Engine(
             loaded.params, loaded.config, config, tokenizer=loaded.tokenizer, progress=compiling
         )
-    service = LocalService(engine, **kept)
+    service = LocalService(engine, quota_of=access.quota if access else None, **kept)
     if kept:
         count = len(service.describe_all())
         terminal.say(log, f"{count} sessions are there from before, in {options.state_dir}")

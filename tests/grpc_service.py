@@ -21,9 +21,12 @@ from jaxstate import models
 from jaxstate.engine import Engine
 from jaxstate.serving import jaxstate_pb2 as pb
 from jaxstate.serving import jaxstate_pb2_grpc
+from jaxstate.serving.auth import Access
 from jaxstate.serving.grpc_server import GrpcServer, ServerConfig
+from jaxstate.serving.journal import Journal
 from jaxstate.serving.local_service import LocalService
 from jaxstate.serving.rpc_calls import Served
+from jaxstate.serving.tls import Tls
 
 WAIT_S = 60
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}{% endfor %}:"
@@ -76,11 +79,14 @@ class Running:
 
 
 @contextlib.contextmanager
-def bound(**config) -> Iterator[tuple[Loop, GrpcServer, grpc.Channel, int]]:
+def bound(
+    *, access: Access | None = None, tls: Tls | None = None, **config
+) -> Iterator[tuple[Loop, GrpcServer, grpc.Channel, int]]:
     """A server without anything to serve yet, stopped in the end."""
 
     async def start():
-        server = GrpcServer(ServerConfig(**config))
+        credentials = tls.credentials() if tls else None
+        server = GrpcServer(ServerConfig(**config), access=access, credentials=credentials)
         return server, await server.start()
 
     with Loop() as loop:
@@ -91,10 +97,22 @@ def bound(**config) -> Iterator[tuple[Loop, GrpcServer, grpc.Channel, int]]:
 
 
 @contextlib.contextmanager
-def serving(engine: Engine, tokenizer, *, max_waiting: int = 1024, **config) -> Iterator[Running]:
+def serving(
+    engine: Engine,
+    tokenizer,
+    *,
+    max_waiting: int = 1024,
+    access: Access | None = None,
+    journal: Journal | None = None,
+    **config,
+) -> Iterator[Running]:
     """A server of an engine, which it leaves as empty as it was."""
-    with tiny_engine.left_empty(engine), bound(**config) as (loop, server, channel, port):
-        service = LocalService(engine, max_waiting=max_waiting)
+    with (
+        tiny_engine.left_empty(engine),
+        bound(access=access, **config) as (loop, server, channel, port),
+    ):
+        quota_of = access.quota if access else None
+        service = LocalService(engine, max_waiting=max_waiting, journal=journal, quota_of=quota_of)
         loop.run(server.open(Served(service=service, tokenizer=tokenizer, name="tiny")))
         yield Running(
             loop=loop, server=server, service=service, channel=channel,
