@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from jaxstate.errors import QuotaError
+from jaxstate.errors import JaxStateError, QuotaError
 from jaxstate.scheduler import Ticket
 from jaxstate.session import Session
 
@@ -103,7 +103,7 @@ class Requests:
     Attributes:
       running: calls under way by tenant.
       begun: all there were, but for those refused.
-      refused: by tenant and the quota that was used up.
+      refused: those and others that met a quota, by tenant and which it was.
     """
 
     def __init__(self, quota_of: QuotaOf, clock: Callable[[], float] = time.monotonic):
@@ -124,9 +124,16 @@ class Requests:
         """
         try:
             self._admit(tenant, self._quota_of(tenant))
-        except QuotaError as error:
-            self.refused[tenant, error.quota] += 1
+            with self._running(tenant):
+                yield
+        except JaxStateError as error:
+            cause = error.__cause__ or error  # of a series, what interrupted it
+            if isinstance(cause, QuotaError):
+                self.refused[tenant, cause.quota] += 1
             raise
+
+    @contextlib.contextmanager
+    def _running(self, tenant: str) -> Iterator[None]:
         self.running[tenant] += 1
         self.begun[tenant] += 1
         try:

@@ -117,7 +117,13 @@ async def append_stream(
         while flying:
             await land()
     except JaxStateError as error:
-        raise SeriesError(error, applied=done.appends, version=done.version) from error
+        first = error
+        try:
+            while flying:  # what was taken before it is applied, and counts
+                await land()
+        except JaxStateError as earlier:
+            first = earlier
+        raise SeriesError(first, applied=done.appends, version=done.version) from first
     finally:
         for pending, _ in flying:
             call.cancel(pending)

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import threading
 import time
@@ -119,6 +120,18 @@ def serving(
             stub=jaxstate_pb2_grpc.JaxStateStub(channel), port=port,
         )  # fmt: skip
         service.close()
+
+
+class As:
+    """A client's stub with a token."""
+
+    def __init__(self, stub: jaxstate_pb2_grpc.JaxStateStub, token: str):
+        self._stub = stub
+        self._metadata = (("authorization", f"Bearer {token}"),)
+
+    def __getattr__(self, method: str):
+        call = getattr(self._stub, method)
+        return functools.partial(call, metadata=self._metadata, timeout=WAIT_S)
 
 
 @contextlib.contextmanager
