@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import threading
 
 import grpc
 import grpc_service
@@ -16,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import parser
 
+from jaxstate.errors import QuotaError
 from jaxstate.serving import jaxstate_pb2 as pb
 from jaxstate.serving import rpc_handlers, tenants, tokens_file
 from jaxstate.serving.auth import Access
@@ -172,11 +172,13 @@ def test_anothers_session_is_like_one_that_is_not_there(ann, bob, running, metho
     )
     make, codes = NAMED[method]
     for request in (make, *MORE.get(method, ())):
-        code, told = _learned(ann, method, request("theirs"))
-        unknown = _learned(ann, method, request("nobody"))
-        assert code in codes
-        assert (code, told.replace(b"theirs", b"nobody")) == unknown
-        assert b"bob" not in told
+        for name in ("theirs", "bob/theirs", "../bob/theirs"):
+            unknown = "x" * len(name)
+            code, told = _learned(ann, method, request(name))
+            assert code in codes
+            assert (code, told.replace(name.encode(), unknown.encode())) == _learned(
+                ann, method, request(unknown)
+            )
     assert before == (
         _session(bob, "theirs"),
         bob.ListFlashQueries(pb.ListFlashQueriesRequest(session_id="theirs")),
@@ -201,6 +203,21 @@ def test_two_tenants_have_sessions_of_the_same_name(ann, bob):
     assert errors[0].details().startswith("session t exists already")
     ann.CloseSession(pb.CloseSessionRequest(session_id="s"))
     assert (_ids(ann), _ids(bob)) == (["t"], ["s", "t"])
+
+
+def test_a_cursor_of_anothers_stream_is_none(ann, bob, running):
+    for stub in (ann, bob):
+        _open(stub)
+        stub.Register(pb.RegisterRequest(session_id="s", question=QUESTION))
+    running.service.wait_until_idle(WAIT_S)
+    stream = bob.WatchAnswers(pb.WatchAnswersRequest(session_id="s"))
+    cursor = next(stream).cursor
+    stream.cancel()
+    told = [
+        _learned(ann, "WatchAnswers", pb.WatchAnswersRequest(session_id="s", cursor=one))[1]
+        for one in (cursor, "x" * len(cursor))
+    ]
+    assert told[0].replace(cursor.encode(), b"x" * len(cursor)) == told[1]
 
 
 def test_names_that_the_server_chooses_tell_nothing_of_others(ann, bob):
@@ -322,20 +339,13 @@ def test_beginnings_under_way_and_of_open_sessions_are_not_shared_either(ann, bo
 # Quotas
 
 
-def _race(count, function):
-    """Call from many threads at once; returns the codes of those that were refused."""
-    barrier = threading.Barrier(count)
-
-    def one(number):
-        barrier.wait(WAIT_S)
-        try:
-            function(number)
-        except grpc.RpcError as error:
-            return error
-        return None
-
+def _race(service, count, function):
+    """Have the worker find many calls at once; returns the errors of those that were refused."""
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        return [error for error in pool.map(one, range(count)) if error]
+        with grpc_service.held(service):
+            calls = [pool.submit(function, number) for number in range(count)]
+            grpc_service.wait_until(lambda: len(service._commands) == count)
+        return [error for call in calls if (error := call.exception(WAIT_S))]
 
 
 def _is_over(error, quota, tenant="ann"):
@@ -352,7 +362,7 @@ def test_of_twenty_that_race_for_the_last_sessions_as_many_win_as_there_are(
 ):
     _quota(path, "ann", max_sessions=3)
     _open(ann, "first")
-    errors = _race(20, lambda n: _open(ann, f"s{n}"))
+    errors = _race(running.service, 20, lambda n: _open(ann, f"s{n}"))
     assert len(errors) == 18 and all(_is_over(error, "max_sessions") for error in errors)
     assert len(_ids(ann)) == 3
     for n in range(4):
@@ -364,7 +374,8 @@ def test_of_twenty_that_race_for_the_last_sessions_as_many_win_as_there_are(
         "quota raised"
     )
     ann.CloseSession(pb.CloseSessionRequest(session_id="first"))
-    errors = _race(5, lambda n: ann.Fork(pb.ForkRequest(session_id=_ids(ann)[0])))
+    mine = _ids(ann)[0]
+    errors = _race(running.service, 5, lambda n: ann.Fork(pb.ForkRequest(session_id=mine)))
     assert len(errors) == 4 and len(_ids(ann)) == 3
 
 
@@ -372,6 +383,7 @@ def test_cells_are_counted_with_what_is_under_way_and_come_back(ann, bob, runnin
     _quota(path, "ann", max_cells=50)
     names = [_open(ann, f"s{n}", IDS[:5]) for n in range(4)]
     errors = _race(
+        running.service,
         12,
         lambda n: ann.Append(pb.AppendRequest(session_id=names[n % 4], prompt=tokens(IDS[:7]))),
     )
@@ -394,6 +406,20 @@ def test_cells_are_counted_with_what_is_under_way_and_come_back(ann, bob, runnin
         2
     ].token_ids
     assert _generate(bob)[0] == 0
+
+
+def test_what_is_restored_counts_unless_it_takes_the_place_of_as_much(ann, running, path, tmp_path):
+    _quota(path, "ann", max_sessions=1, max_cells=9)
+    _open(ann, "s", IDS[:9])
+    saved, service = tmp_path / "saved", running.service
+    service.snapshot("ann/s", saved, fingerprint="tiny")
+    with pytest.raises(QuotaError, match="max_sessions: expected at most 1 open sessions"):
+        service.restore(saved, fingerprint="tiny", session_id="ann/t")
+    service.restore(saved, fingerprint="tiny")
+    _quota(path, "ann", max_cells=9)
+    assert _ids(ann) == ["s"]
+    with pytest.raises(QuotaError, match="max_cells: expected at most 9 cells .*, got 9 and 9"):
+        service.restore(saved, fingerprint="tiny", session_id="ann/t")
 
 
 def test_calls_at_once_are_counted_streams_among_them(ann, running, path):
@@ -452,7 +478,8 @@ def test_after_a_restart_sessions_are_their_tenants(engine, model, path, given_t
 def test_figures_are_told_to_each_tenant_and_to_operators_by_tenant(ann, bob, running, path):
     exporter = Exporter(running.service, "tiny", running.server._backend.access)
     _open(ann, "s", IDS[:5]), _open(ann, "t", IDS[:6]), _open(bob, "s", IDS[:3])
-    running.service.create(IDS[:2], session_id="odd", tenant='a"\\\nb')
+    running.service.create(IDS[:2], session_id="ann/odd", tenant='a"\\\nb')
+    assert _ids(ann) == ["s", "t"]
     _generate(bob)
     stats = ann.GetStats(pb.GetStatsRequest())
     assert stats == pb.Stats(sessions=2, cells_used=11)
@@ -474,6 +501,6 @@ def test_figures_are_told_to_each_tenant_and_to_operators_by_tenant(ann, bob, ru
         ("context_tokens", "ann"): 11, ("context_tokens", "bob"): 3,
         ("context_tokens", 'a"\\\nb'): 2,
         ("requests_running", "ann"): 0, ("requests_running", "bob"): 0,
-        ("requests_total", "ann"): 3, ("requests_total", "bob"): 3,
+        ("requests_total", "ann"): 4, ("requests_total", "bob"): 3,
         ("requests_refused_total", "max_sessions", "bob"): 1,
     }  # fmt: skip

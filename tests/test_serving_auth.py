@@ -13,7 +13,9 @@ import certificates
 import command_line
 import grpc
 import grpc_service
+import live_page
 import pytest
+import served
 from google.protobuf.message_factory import GetMessageClass
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -320,6 +322,32 @@ def test_with_mutual_tls_the_certificate_says_who_calls(path, authority, tmp_pat
         known = clients["known"]
         wrong = _connect(port, authority, known)
         _ask(wrong, StatusCode.UNAUTHENTICATED, metadata=_bearer("wrong"))
+
+
+def test_a_server_for_others_is_safe_by_its_options(tmp_path, authority, capsys):
+    cert, key = authority.sign("server", "127.0.0.1")
+    path = tmp_path / "tokens"
+    ann, bob = (tokens_file.issue(path, name, replace=False) for name in ("ann", "bob"))
+    path.write_text(path.read_text().replace('"ann",', '"ann", "max_sessions": 1,'))
+    with served.ready(
+        tmp_path / "log", served.write_model(tmp_path), "--cache-dir", tmp_path,
+        "--host", "0.0.0.0", "--tls-cert", cert, "--tls-key", key, "--auth-tokens", path,
+    ) as serving, _connect(serving.port, authority) as channel:  # fmt: skip
+        assert f"page and metrics on http://127.0.0.1:{serving.page_port}/" in serving.ready
+        stub = jaxstate_pb2_grpc.JaxStateStub(channel)
+        with refused(StatusCode.UNAUTHENTICATED):
+            stub.ListSessions(pb.ListSessionsRequest(), timeout=WAIT_S)
+        for token in (ann, bob, bob):
+            grpc_service.As(stub, token).CreateSession(pb.CreateSessionRequest())
+        with refused(StatusCode.RESOURCE_EXHAUSTED):
+            grpc_service.As(stub, ann).CreateSession(pb.CreateSessionRequest())
+        text = live_page.get(serving.page_port, "/metrics")[2].decode()
+        assert 'jaxstate:tenant_sessions{model_name="tiny",tenant="bob"} 2.0' in text
+        assert command_line.run(capsys, "token", "ann", "--file", path, "--remove").status == 0
+        with refused(StatusCode.UNAUTHENTICATED):
+            grpc_service.As(stub, ann).CreateSession(pb.CreateSessionRequest())
+    said = (tmp_path / "log").read_text()
+    assert "tokens read again: 1 tenants" in said and ann not in said + text
 
 
 # The command line
