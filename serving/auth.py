@@ -123,7 +123,7 @@ class Access:
         except (ValueError, OSError) as error:
             logger.error("tokens stay as they were: %s", error)
         else:
-            logger.warning("tokens read again: %d tenants", len(self._entries))
+            logger.warning("tokens read again; tenants: %d", len(self._entries))
 
     def _stat(self) -> tuple[int, ...] | None:
         try:

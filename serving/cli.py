@@ -271,7 +271,7 @@ def serve(
 @app.command()
 def token(
     tenant: Annotated[str, typer.Argument(help="Who is to have it: letters, digits, and . _ -")],
-    file: Annotated[pathlib.Path, typer.Option(help="Where its hash goes, see below.")],
+    file: Annotated[pathlib.Path, typer.Option(help="Where its hash goes, see above.")],
     replace: Annotated[
         bool, typer.Option("--replace", help="Give a tenant another token; the old one ends.")
     ] = False,

@@ -285,7 +285,7 @@ class LocalService:
           ForeignSnapshotError: it is of another model, dtype or format, or too long.
           SnapshotError: there is none, or it is damaged.
           SessionError: an append to the session that is to be replaced is being computed.
-          PoolFullError: there is no room.
+          PoolFullError, QuotaError: there is no room, or none for the tenant.
         """
         verbs = self._engine.verbs
         snapshot = session_snapshot.read(path, verbs, fingerprint=fingerprint)
@@ -296,15 +296,15 @@ class LocalService:
         recovery.register(snapshot.registered, board, prepositions)
 
         def put() -> str:
-            if not self._scheduler.cancel_session(name, self._clock()):
-                raise SessionError(
-                    f"session {name}: an append is being computed; restore it when that is done"
-                )
             live = verbs.sessions.get(name)
             more = len(snapshot.token_ids) - (live.context_len if live else 0)
             self._holdings.check(
                 snapshot.fields["tenant"], sessions=live is None, cells=max(more, 0)
             )
+            if not self._scheduler.cancel_session(name, self._clock()):
+                raise SessionError(
+                    f"session {name}: an append is being computed; restore it when that is done"
+                )
             session = session_snapshot.put(verbs, snapshot, name)
             memory = self._memories.get(name)
             with self._changed:

@@ -347,7 +347,7 @@ def test_a_server_for_others_is_safe_by_its_options(tmp_path, authority, capsys)
         with refused(StatusCode.UNAUTHENTICATED):
             grpc_service.As(stub, ann).CreateSession(pb.CreateSessionRequest())
     said = (tmp_path / "log").read_text()
-    assert "tokens read again: 1 tenants" in said and ann not in said + text
+    assert "tokens read again; tenants: 1" in said and ann not in said + text
 
 
 # The command line
