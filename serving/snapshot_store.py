@@ -23,7 +23,7 @@ class SavedSnapshot:
 
     Attributes:
       name: of the snapshot.
-      session_id: of the session, when it was saved.
+      session_id: what its tenant called the session when it was saved.
       version, context_len: the session's, then.
       size_bytes: on disk.
       saved_at: seconds since 1970.
@@ -75,7 +75,7 @@ class SnapshotStore:
         service: LocalService,
         name: str,
         *,
-        session_id: str | None = None,
+        session_id: str | None,
         tenant: str = "",
     ) -> str:
         """Open a session from what was saved, or have it replace one; see LocalService.restore.
@@ -90,6 +90,16 @@ class SnapshotStore:
             self._known(tenant, name), fingerprint=self._fingerprint, session_id=session_id,
             tenant=tenant,
         )  # fmt: skip
+
+    def find(self, name: str, tenant: str = "") -> SavedSnapshot:
+        """Return what there is of a saved session.
+
+        Raises:
+          InputError: a name that is none.
+          UnknownSnapshotError: nothing has it.
+          SnapshotError: it is damaged.
+        """
+        return self._described(self._known(tenant, name))
 
     def saved(self, *, tenant: str = "") -> tuple[list[SavedSnapshot], list[str]]:
         """Return a tenant's snapshots by name, and the names of those that are damaged."""
@@ -133,8 +143,8 @@ class SnapshotStore:
         about = session_snapshot.read_about(path)
         fields = about["session"]
         return SavedSnapshot(
-            name=path.name, session_id=fields["session_id"], version=fields["version"],
-            context_len=about["context_len"],
+            name=path.name, session_id=fields["session_id"].rpartition("/")[2],
+            version=fields["version"], context_len=about["context_len"],
             size_bytes=sum(size for size, _ in about["files"].values()),
             saved_at=path.stat().st_mtime,
         )  # fmt: skip

@@ -27,6 +27,7 @@ from jaxstate.serving.grpc_server import GrpcServer, ServerConfig
 from jaxstate.serving.journal import Journal
 from jaxstate.serving.local_service import LocalService
 from jaxstate.serving.rpc_calls import Served
+from jaxstate.serving.snapshot_store import SnapshotStore
 from jaxstate.serving.tls import Tls
 
 WAIT_S = 60
@@ -105,6 +106,7 @@ def serving(
     max_waiting: int = 1024,
     access: Access | None = None,
     journal: Journal | None = None,
+    snapshots: SnapshotStore | None = None,
     **config,
 ) -> Iterator[Running]:
     """A server of an engine, which it leaves as empty as it was."""
@@ -114,7 +116,8 @@ def serving(
     ):
         quota_of = access.quota if access else None
         service = LocalService(engine, max_waiting=max_waiting, journal=journal, quota_of=quota_of)
-        loop.run(server.open(Served(service=service, tokenizer=tokenizer, name="tiny")))
+        served = Served(service=service, tokenizer=tokenizer, name="tiny", snapshots=snapshots)
+        loop.run(server.open(served))
         yield Running(
             loop=loop, server=server, service=service, channel=channel,
             stub=jaxstate_pb2_grpc.JaxStateStub(channel), port=port,

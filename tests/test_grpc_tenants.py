@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import shutil
 
 import grpc
 import grpc_service
@@ -21,6 +22,7 @@ from jaxstate.serving import rpc_handlers, tenants, tokens_file
 from jaxstate.serving.auth import Access
 from jaxstate.serving.journal import Journal
 from jaxstate.serving.prometheus import Exporter
+from jaxstate.serving.snapshot_store import SnapshotStore
 
 IDS = tuple(range(20, 40))
 QUESTION = pb.Question(prompt=tokens([30, 31]), max_new_tokens=3)
@@ -49,8 +51,11 @@ def given_tokens(path):
 
 
 @pytest.fixture
-def running(engine, model, path, given_tokens):
-    with grpc_service.serving(engine, model.tokenizer, access=Access(path)) as running:
+def running(engine, model, path, given_tokens, tmp_path):
+    store = SnapshotStore(tmp_path / "saved", fingerprint=model.fingerprint)
+    with grpc_service.serving(
+        engine, model.tokenizer, access=Access(path), snapshots=store
+    ) as running:
         yield running
 
 
@@ -92,14 +97,13 @@ def _session(stub, name="s"):
 # Names
 
 NOT_THERE = {StatusCode.NOT_FOUND}
-SAVED = {StatusCode.NOT_FOUND, StatusCode.UNIMPLEMENTED}
 NAMED = {  # what names a session or something saved of one, and what comes of an unknown name
     "GetSession": (lambda name: pb.GetSessionRequest(session_id=name), NOT_THERE),
     "CloseSession": (lambda name: pb.CloseSessionRequest(session_id=name), NOT_THERE),
     "Fork": (lambda name: pb.ForkRequest(session_id=name), NOT_THERE),
-    "Snapshot": (lambda name: pb.SnapshotRequest(session_id=name), SAVED),
-    "Restore": (lambda name: pb.RestoreRequest(name=name), SAVED),
-    "DeleteSnapshot": (lambda name: pb.DeleteSnapshotRequest(name=name), SAVED),
+    "Snapshot": (lambda name: pb.SnapshotRequest(session_id=name), NOT_THERE),
+    "Restore": (lambda name: pb.RestoreRequest(name=name), NOT_THERE),
+    "DeleteSnapshot": (lambda name: pb.DeleteSnapshotRequest(name=name), NOT_THERE),
     "Append": (lambda name: pb.AppendRequest(session_id=name, prompt=PROMPT), NOT_THERE),
     "AppendStream": (lambda name: pb.AppendRequest(session_id=name, prompt=PROMPT), NOT_THERE),
     "Update": (lambda name: pb.UpdateRequest(session_id=name, prompt=PROMPT), NOT_THERE),
@@ -112,6 +116,7 @@ NAMED = {  # what names a session or something saved of one, and what comes of a
     "Advance": (lambda name: pb.AdvanceRequest(session_id=name, header=HEADER), NOT_THERE),
     "Declare": (lambda name: pb.DeclareRequest(session_id=name, header=HEADER), NOT_THERE),
 }
+OF_SAVED = ("Restore", "DeleteSnapshot")
 MORE = {
     "Query": [
         lambda name: pb.QueryRequest(session_id=name, question=QUESTION, min_version=1),
@@ -165,14 +170,17 @@ def test_every_method_that_names_a_session_is_tried():
 def test_anothers_session_is_like_one_that_is_not_there(ann, bob, running, method):
     _open(bob, "theirs")
     bob.Register(pb.RegisterRequest(session_id="theirs", question=QUESTION))
+    if method in OF_SAVED:
+        bob.Snapshot(pb.SnapshotRequest(session_id="theirs", name="theirs"))
     running.service.wait_until_idle(WAIT_S)
     before = (
         _session(bob, "theirs"),
         bob.ListFlashQueries(pb.ListFlashQueriesRequest(session_id="theirs")),
     )
     make, codes = NAMED[method]
+    crafted = () if method in OF_SAVED else ("bob/theirs", "../bob/theirs")  # no names at all
     for request in (make, *MORE.get(method, ())):
-        for name in ("theirs", "bob/theirs", "../bob/theirs"):
+        for name in ("theirs", *crafted):
             unknown = "x" * len(name)
             code, told = _learned(ann, method, request(name))
             assert code in codes
@@ -183,6 +191,29 @@ def test_anothers_session_is_like_one_that_is_not_there(ann, bob, running, metho
         _session(bob, "theirs"),
         bob.ListFlashQueries(pb.ListFlashQueriesRequest(session_id="theirs")),
     )
+
+
+def test_two_tenants_have_snapshots_of_the_same_name(ann, bob):
+    for stub, ids in ((ann, IDS[:5]), (bob, IDS[:9])):
+        _open(stub, "s", ids)
+        found = stub.Snapshot(pb.SnapshotRequest(session_id="s", name="monday"))
+        assert (found.name, found.session_id, found.context_tokens) == ("monday", "s", len(ids))
+        stub.CloseSession(pb.CloseSessionRequest(session_id="s"))
+    ann.DeleteSnapshot(pb.DeleteSnapshotRequest(name="monday"))
+    assert [len(one.ListSnapshots(pb.ListSnapshotsRequest()).snapshots) for one in (ann, bob)] == [
+        0, 1,
+    ]  # fmt: skip
+    back = bob.Restore(pb.RestoreRequest(name="monday"))
+    assert (back.session_id, back.context_tokens, _ids(bob), _ids(ann)) == ("s", 9, ["s"], [])
+
+
+def test_what_an_operator_gives_to_another_tenant_becomes_his(ann, bob, tmp_path):
+    _open(ann, "s", IDS[:5])
+    ann.Snapshot(pb.SnapshotRequest(session_id="s", name="gift"))
+    shutil.copytree(tmp_path / "saved" / "tenant-ann", tmp_path / "saved" / "tenant-bob")
+    assert bob.Restore(pb.RestoreRequest(name="gift")).session_id == "s"
+    assert bob.Append(pb.AppendRequest(session_id="s", prompt=PROMPT)).version == 1
+    assert _session(ann).version == 0
 
 
 def test_two_tenants_have_sessions_of_the_same_name(ann, bob):
@@ -411,7 +442,7 @@ def test_cells_are_counted_with_what_is_under_way_and_come_back(ann, bob, runnin
 def test_what_is_restored_counts_unless_it_takes_the_place_of_as_much(ann, running, path, tmp_path):
     _quota(path, "ann", max_sessions=1, max_cells=9)
     _open(ann, "s", IDS[:9])
-    saved, service = tmp_path / "saved", running.service
+    saved, service = tmp_path / "kept", running.service
     service.snapshot("ann/s", saved, fingerprint="tiny")
     with pytest.raises(QuotaError, match="max_sessions: expected at most 1 open sessions"):
         service.restore(saved, fingerprint="tiny", session_id="ann/t")
