@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import resource
 
 import grpc
 import grpc_service
@@ -165,25 +163,6 @@ def test_a_flipped_bit_is_data_loss_and_the_live_session_is_not_harmed(stub, sav
     assert _answer(stub, "s").token_ids == before.token_ids
     (saved / "monday" / "about.json").write_text("{}")
     assert stub.ListSnapshots(pb.ListSnapshotsRequest()).damaged == ["monday"]
-
-
-# What writes the arrays does it in threads of its own, which die of it unheard.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_disk_without_room_is_said_so_and_leaves_nothing_behind(stub, saved):
-    _session(stub)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))
-    try:
-        with refused(StatusCode.RESOURCE_EXHAUSTED) as errors:
-            _save(stub, "monday")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "cannot be written" in errors[0].details()
-    assert list(saved.iterdir()) == []
-    errors.clear()
-    gc.collect()
-    assert _save(stub, "monday").version == 1
 
 
 def test_what_was_left_half_written_is_removed(running, saved):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import pathlib
 import random
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -191,3 +194,16 @@ def test_a_session_that_is_out_of_the_pool_is_not_saved(engine, tmp_path):
     engine.verbs.tiers.lose(engine.session(session))
     with pytest.raises(SessionError, match="not in the pool"):
         _save(engine, session, tmp_path / "one")
+
+
+def test_a_disk_without_room_is_said_so_and_leaves_nothing_behind(tmp_path):
+    script = pathlib.Path(__file__).with_name("full_disk.py")
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, check=True
+    )
+    refused, left, version = done.stdout.splitlines()
+    assert refused == (
+        "RESOURCE_EXHAUSTED snapshot one cannot be written: File too large; free space or repair "
+        "the disk"
+    )
+    assert (left, version) == ("[]", "0")
