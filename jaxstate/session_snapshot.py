@@ -157,7 +157,9 @@ def read(path: str | pathlib.Path, verbs: Verbs, *, fingerprint: str) -> Session
                 "restore it with the model that it is of"
             )
     arrays = _read_arrays(path, about)
-    token_ids, shifts, cells = arrays["token_ids"], arrays["shifts"], arrays["cells"]
+    count = about["context_len"]
+    token_ids, shifts = arrays["token_ids"][:count], arrays["shifts"][:count]
+    cells = [(keys[:, :count], values[:, :count]) for keys, values in arrays["cells"]]
     limit = verbs.config.context_len
     if len(token_ids) > limit:
         raise ForeignSnapshotError(
@@ -215,11 +217,15 @@ def put(verbs: Verbs, snapshot: SessionSnapshot, session_id: str) -> Session:
 
 
 def _tree(snapshot: SessionSnapshot) -> dict[str, Any]:
-    return {
+    """Return what is written; of nothing one cell, since Orbax saves no empty arrays."""
+    tree = {
         "token_ids": snapshot.token_ids,
         "shifts": snapshot.shifts,
         "cells": [list(layer) for layer in snapshot.cells],
     }
+    if len(snapshot.token_ids):
+        return tree
+    return jax.tree.map(lambda array: np.zeros([n or 1 for n in array.shape], array.dtype), tree)
 
 
 def _write_arrays(path: pathlib.Path, tree: dict[str, Any]) -> None:

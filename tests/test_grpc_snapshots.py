@@ -86,6 +86,15 @@ def test_a_saved_session_comes_back_under_any_id_with_its_questions(stub):
     assert [(one.question, one.risk) for one in queries] == [(registered.question, 0.05)]
 
 
+def test_an_empty_session_comes_back_too(stub):
+    stub.CreateSession(pb.CreateSessionRequest(session_id="s"), timeout=WAIT_S)
+    stub.Register(pb.RegisterRequest(session_id="s", question=_question()))
+    assert _save(stub, "empty").context_tokens == 0
+    copy = _restore(stub, "empty", "copy")
+    assert (copy.version, copy.context_tokens, copy.flash_queries) == (0, 0, 1)
+    assert _answer(stub, "copy").token_ids == _answer(stub, "s").token_ids
+
+
 def test_a_session_that_has_gone_on_is_put_back_and_its_version_goes_on(stub):
     _session(stub)
     before = _answer(stub, "s")
