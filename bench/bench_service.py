@@ -171,8 +171,8 @@ def fuzz(report: Report, directory: pathlib.Path, *, messages: int, raw: int) ->
     statuses: collections.Counter[str] = collections.Counter()
     bad: list[str] = []
     sizes = ("--max-model-len", 128, "--kv-cells", 2048)
-    saved = ("--snapshot-dir", directory / "saved")
-    with serving(common.TASK_MODEL, *sizes, *saved, log=directory / "log") as server:
+    kept = ("--state-dir", directory / "state")
+    with serving(common.TASK_MODEL, *sizes, *kept, log=directory / "log") as server:
         methods = hostile_messages.METHODS
         order = [False] * messages + [True] * raw
         rng.shuffle(order)
@@ -196,15 +196,27 @@ def fuzz(report: Report, directory: pathlib.Path, *, messages: int, raw: int) ->
             if number % 2000 == 1999:
                 common.note(f"fuzz: {number + 1} in {time.perf_counter() - began:.0f} s")
         is_alive = server.process.poll() is None
-        listed = server.stub.ListSessions(pb.ListSessionsRequest(), timeout=CALL_S)
-        for session in listed.sessions:
-            server.stub.CloseSession(pb.CloseSessionRequest(session_id=session.session_id))
+        before = _sessions(server.stub)
+        server.kill()
+    with serving(common.TASK_MODEL, *sizes, *kept, log=directory / "log") as server:
+        after = _sessions(server.stub)
     for text in bad[:1]:
         common.note(f"fuzz: {text}\n{(directory / 'log').read_text()[-4000:]}")
     report.bar(
-        "fuzz", len(bad), NONE, unit="UNKNOWN or INTERNAL", n=messages + raw, sound=is_alive,
-        statuses=dict(statuses), bad=bad[:20], sessions_in_the_end=len(listed.sessions),
+        "fuzz", len(bad), NONE, unit="UNKNOWN or INTERNAL", n=messages + raw,
+        sound=is_alive and before == after, statuses=dict(statuses), bad=bad[:20],
+        sessions=len(before), same_after_a_kill=before == after,
     )  # fmt: skip
+
+
+def _sessions(stub: JaxStateStub) -> dict[str, tuple[int, int, int]]:
+    """Return how all sessions stand."""
+    listed = stub.ListSessions(pb.ListSessionsRequest(), timeout=CALL_S)
+    assert not listed.next_page_token
+    return {
+        one.session_id: (one.version, one.context_tokens, one.flash_queries)
+        for one in listed.sessions
+    }
 
 
 def _have_session(stub: JaxStateStub) -> None:

@@ -14,6 +14,7 @@ from jaxstate.plan import JobClass
 from jaxstate.scheduler import State, Ticket
 
 REMEMBERED = 1024  # verbs of a session
+HIGHEST = 2**63 - 1  # that a journal's database can hold
 
 Number = tuple[str, int]
 """Who sent a verb, and his number for it, growing from one to the next."""
@@ -42,8 +43,8 @@ class WriteMemory:
             of its writer and not among those that are remembered.
         """
         writer, sequence = number
-        if sequence < 1:
-            raise InputError(f"sequence: expected 1 or more, got {sequence}")
+        if not 1 <= sequence <= HIGHEST:
+            raise InputError(f"sequence: expected 1 to {HIGHEST}, got {sequence}")
         if number in self._known:
             known, ticket = self._known[number]
             if known != what:

@@ -60,8 +60,9 @@ def test_a_number_that_was_forgotten_is_refused_and_not_applied_again():
         memory.find(("feed", 2), digest("append", [3]))
     with pytest.raises(InputError, match="got something else"):
         memory.find(("feed", 2), digest("update", [2]))
-    with pytest.raises(InputError, match="1 or more"):
-        memory.find(("feed", 0), digest("append", [1]))
+    for number in (0, write_memory.HIGHEST + 1):
+        with pytest.raises(InputError, match=f"1 to 9223372036854775807, got {number}"):
+            memory.find(("feed", number), digest("append", [1]))
 
 
 def test_a_cursor_is_followed_by_all_that_came_behind_it():
