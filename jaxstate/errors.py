@@ -6,7 +6,15 @@ from collections.abc import Iterable
 
 
 class JaxStateError(Exception):
-    """Base of all errors of sessions, capacity and snapshots."""
+    """Base of all errors of sessions, capacity and snapshots.
+
+    Attributes:
+      field: of a request to a server, what is wrong in it; "" = none, or nobody told.
+      applied: appends of a series that were applied before this one failed.
+    """
+
+    field = ""
+    applied = 0
 
 
 class CapacityError(JaxStateError):
@@ -25,6 +33,8 @@ class PoolFullError(CapacityError):
 
 class PoolLostError(JaxStateError):
     """A step failed on the device and took the pool with it; ask again, cells are rebuilt."""
+
+    retry_after_s = 1.0
 
 
 class BusyError(JaxStateError):
@@ -59,6 +69,19 @@ class UnauthenticatedError(JaxStateError):
 
 class DeniedError(JaxStateError):
     """It is known who calls, and he may not."""
+
+
+class UnavailableError(JaxStateError):
+    """A server does not answer yet, or no more; `retry_after_s` says when it may again."""
+
+    def __init__(self, message: str, retry_after_s: float):
+        """Say why."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RemoteError(JaxStateError):
+    """A server failed in a way that is no fault of the request; its log says more."""
 
 
 class ExpiredError(JaxStateError):

@@ -24,6 +24,8 @@ from jaxstate.serving.rpc_calls import Backend, Served
 
 logger = logging.getLogger(__name__)
 
+MIN_PING_S = 10
+
 _Status = health_pb2.HealthCheckResponse.ServingStatus
 
 
@@ -84,6 +86,8 @@ class GrpcServer:
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", config.max_message_bytes),
                 ("grpc.so_reuseport", 0),  # a port that is taken is taken
+                # Clients that only listen may ask whether it is still there.
+                ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_S * 1000),
             )
         )
         self._server.add_generic_rpc_handlers((rpc_handlers.generic_handler(self._backend),))

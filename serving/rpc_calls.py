@@ -17,14 +17,13 @@ from typing import Any
 
 import grpc.aio
 
-from jaxstate.errors import InputError, JaxStateError
+from jaxstate.errors import InputError, JaxStateError, UnavailableError
 from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.serving import jaxstate_pb2 as pb
 from jaxstate.serving import messages, prompts
 from jaxstate.serving.auth import Access
 from jaxstate.serving.local_service import LocalService
 from jaxstate.serving.pending import Pending
-from jaxstate.serving.rpc_errors import UnavailableError
 from jaxstate.serving.snapshot_store import SnapshotStore
 
 NUM_THREADS = 64  # that may wait for the worker to take a verb

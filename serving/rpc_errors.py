@@ -12,10 +12,17 @@ from google.rpc import error_details_pb2, status_pb2
 from jaxstate import errors
 from jaxstate.serving import tenants
 
+_ComeAgain = (
+    errors.BusyError
+    | errors.PoolFullError
+    | errors.PoolLostError
+    | errors.QuotaError
+    | errors.UnavailableError
+)
 DOMAIN = "jaxstate.v1"
 _LONGEST = 1000  # characters of a message: they travel in a header
 
-_CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
+CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
     (errors.UnknownSessionError, grpc.StatusCode.NOT_FOUND),
     (errors.UnknownQuestionError, grpc.StatusCode.NOT_FOUND),
     (errors.SessionExistsError, grpc.StatusCode.ALREADY_EXISTS),
@@ -28,6 +35,7 @@ _CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
     (errors.QuotaError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
     (errors.DeniedError, grpc.StatusCode.PERMISSION_DENIED),
+    (errors.UnavailableError, grpc.StatusCode.UNAVAILABLE),
     (errors.PoolLostError, grpc.StatusCode.UNAVAILABLE),
     (errors.ExpiredError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.ClosedError, grpc.StatusCode.UNAVAILABLE),
@@ -62,15 +70,6 @@ _FIELDS: Mapping[str, str] = {
 """What verbs call their arguments, and where these are in a message; others have the same name."""
 
 
-class UnavailableError(errors.JaxStateError):
-    """The server does not answer yet, or no more; `retry_after_s` says when it may again."""
-
-    def __init__(self, message: str, retry_after_s: float):
-        """Say why."""
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
 class SeriesError(errors.JaxStateError):
     """An append of a series failed behind others that were applied."""
 
@@ -86,9 +85,7 @@ def code_of(error: BaseException) -> grpc.StatusCode:
     """Return the status of an error; INTERNAL for what nobody meant to raise."""
     if isinstance(error, SeriesError):
         return code_of(error.cause)
-    if isinstance(error, UnavailableError):
-        return grpc.StatusCode.UNAVAILABLE
-    for kind, code in _CODES:
+    for kind, code in CODES:
         if isinstance(error, kind):
             return code
     return grpc.StatusCode.INTERNAL
@@ -111,7 +108,9 @@ def status_of(error: BaseException, request_id: str, tenant: str = "") -> status
     return status_pb2.Status(
         code=code.value[0],
         message=message,
-        details=[_packed(detail) for detail in _details(error, message, internal, request_id)],
+        details=[
+            _packed(detail) for detail in _details(error, message, internal, request_id, tenant)
+        ],
     )
 
 
@@ -122,15 +121,43 @@ def _said(error: BaseException) -> str:
     return str(error)
 
 
-def _details(error: BaseException, message: str, internal: bool, request_id: str):
+def trailing_metadata(
+    error: BaseException, status: status_pb2.Status
+) -> tuple[tuple[str, str | bytes], ...]:
+    """Return what goes behind a refused call: its status, and for clients that retry, when."""
+    metadata: list[tuple[str, str | bytes]] = [
+        ("grpc-status-details-bin", status.SerializeToString())
+    ]
+    retry_after_s = _retry_after_s(error)
+    if retry_after_s is not None:
+        metadata.append(("grpc-retry-pushback-ms", str(int(retry_after_s * 1e3))))
+    elif code_of(error) is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        metadata.append(("grpc-retry-pushback-ms", "-1"))  # it will not help
+    return tuple(metadata)
+
+
+def reason_of(kind: type[BaseException]) -> str:
+    """Return what ErrorInfo calls a class of errors: POOL_FULL for PoolFullError."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__.removesuffix("Error")).upper()
+
+
+def _details(
+    error: BaseException, message: str, internal: bool, request_id: str, tenant: str
+):  # fmt: skip
     if internal:
         yield error_details_pb2.RequestInfo(request_id=request_id)
+    metadata = {}
     if isinstance(error, SeriesError):
-        applied = {"applied": str(error.applied), "version": str(error.version)}
-        yield error_details_pb2.ErrorInfo(
-            reason="SERIES_INTERRUPTED", domain=DOMAIN, metadata=applied
-        )
+        metadata = {"applied": str(error.applied), "version": str(error.version)}
         error = error.cause
+    if isinstance(error, errors.UnknownSessionError):
+        name = tenants.shown(tenant, f"session {error.session_id}").removeprefix("session ")
+        metadata["session_id"] = _clipped(name)
+    if isinstance(error, errors.QuotaError):
+        metadata |= {"quota": error.quota, "tenant": error.tenant}
+    if isinstance(error, errors.JaxStateError):
+        reason = reason_of(type(error))
+        yield error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
     if isinstance(error, errors.InputError):
         field, description = _field(message)
         violation = error_details_pb2.BadRequest.FieldViolation(
@@ -142,12 +169,20 @@ def _details(error: BaseException, message: str, internal: bool, request_id: str
             subject=f"tenant:{error.tenant}", description=message
         )
         yield error_details_pb2.QuotaFailure(violations=[violation])
-    if isinstance(
-        error, errors.BusyError | errors.PoolFullError | errors.QuotaError | UnavailableError
-    ):
+    retry_after_s = _retry_after_s(error)
+    if retry_after_s is not None:
         delay = duration_pb2.Duration()
-        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        delay.FromNanoseconds(int(retry_after_s * 1e9))
         yield error_details_pb2.RetryInfo(retry_delay=delay)
+
+
+def _retry_after_s(error: BaseException) -> float | None:
+    """Return when what was refused may come again; None = that will not help."""
+    if isinstance(error, SeriesError):
+        error = error.cause
+    if isinstance(error, _ComeAgain):
+        return error.retry_after_s
+    return None
 
 
 def _field(message: str) -> tuple[str, str]:

@@ -124,7 +124,7 @@ async def _answering(
         await context.abort(
             rpc_errors.code_of(error),
             status.message,
-            (("grpc-status-details-bin", status.SerializeToString()),),
+            rpc_errors.trailing_metadata(error, status),
         )
     finally:
         backend.num_calls -= 1
