@@ -1,4 +1,4 @@
-"""The command line: the only reader of arguments and environment.
+"""The command line: with remote_cli, the only reader of arguments and environment.
 
 Results go to stdout, everything else to stderr. Exit status: 0 done, 2 the input is wrong,
 1 it failed for another reason.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import os
 import pathlib
 import platform
 import sys
@@ -18,7 +19,7 @@ import jax
 import typer
 from rich.console import Console
 
-from jaxstate.errors import CapacityError, JaxStateError
+from jaxstate.errors import CapacityError, InputError, JaxStateError
 from jaxstate.models.quantized import Weights
 from jaxstate.sampling import Sampling
 from jaxstate.serving import ask as ask_command
@@ -27,9 +28,13 @@ from jaxstate.serving import (
     compile_cache,
     demo_market,
     demo_questions,
+    doctor_server,
     local_model,
     market,
+    remote_ask,
+    remote_cli,
     serve_command,
+    serve_config,
     terminal,
     tokens_file,
 )
@@ -37,6 +42,15 @@ from jaxstate.serving import doctor as doctor_command
 from jaxstate.serving import render as render_command
 from jaxstate.serving.grpc_server import ServerConfig
 from jaxstate.serving.journal import Durability
+from jaxstate.serving.remote_cli import (
+    Json,
+    Server,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    client_of,
+)
 from jaxstate.serving.serve_sizes import Sizes
 from jaxstate.serving.tls import Tls
 
@@ -48,6 +62,7 @@ app = typer.Typer(
 )
 demo = typer.Typer(help="Things to see.")
 app.add_typer(demo, name="demo")
+app.add_typer(remote_cli.app)
 
 _UsageError: Any = typer.BadParameter.__mro__[1]  # click's or typer's own, by version
 
@@ -58,7 +73,6 @@ CacheDir = Annotated[
         help="Directory for weights and compiled programs.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 
 
 @app.command()
@@ -76,8 +90,19 @@ def pull(
 
 @app.command()
 def ask(
-    model: Annotated[str, typer.Option(help="Name, GGUF file or Hugging Face directory.")],
     prompt: Annotated[str, typer.Option(help="The question.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Name, GGUF file or Hugging Face directory.", show_default="a server"),
+    ] = None,
+    session: Annotated[
+        str | None, typer.Option(help="Of the server, whose context the question is about.")
+    ] = None,
+    server: Server = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
@@ -95,12 +120,22 @@ def ask(
     as_json: Json = False,
     cache_dir: CacheDir = None,
 ) -> None:
-    """Ask a model once; prints the answer as it comes."""
+    """Ask a model here, or a server, once; prints the answer as it comes."""
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    if model is None and not (server or session or os.environ.get("JAXSTATE_SERVER")):
+        raise InputError("model: expected --model, or a server by --server, got neither")
+    if model is None:
+        remote = remote_ask.RemoteQuestion(
+            session=session, prompt=prompt, raw=raw, max_new_tokens=max_new_tokens,
+            sampling=sampling, stop=tuple(stop or ()),
+        )  # fmt: skip
+        with client_of(server, token_file, tls_ca, tls_cert, tls_key) as client:
+            remote_ask.run(remote, client, as_json=as_json, out=Console(), log=_log())
+        return
+    if server is not None or session is not None:
+        raise InputError("model: expected a model here or a server and its session, got both")
     question = ask_command.Question(
-        model=model, prompt=prompt, raw=raw, max_new_tokens=max_new_tokens,
-        sampling=Sampling(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
-        ),
+        model=model, prompt=prompt, raw=raw, max_new_tokens=max_new_tokens, sampling=sampling,
         stop=tuple(stop or ()), dtype=dtype, weights=cast(Weights, weights),
     )
     cache = _cache(cache_dir)
@@ -151,6 +186,14 @@ def demo_questions_command(
         rows=rows, versions=versions, risk=risk, every_s=every_s, as_json=as_json,
         cache_dir=cache, out=Console(), log=_log(),
     )
+
+
+def _read_config(context: typer.Context, path: pathlib.Path | None) -> pathlib.Path | None:
+    """Have the values of a file stand for flags that are not given."""
+    if path is not None:
+        known = {one.name for one in context.command.params if one.name} - {"config"}
+        context.default_map = serve_config.read(path, known)
+    return path
 
 
 @app.command()
@@ -248,6 +291,14 @@ def serve(
     force: Annotated[
         bool, typer.Option("--force", help="Let other machines in, whoever they are.")
     ] = False,
+    config: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            is_eager=True,
+            callback=_read_config,
+            help="TOML file with flags by their names; those given here win.",
+        ),
+    ] = None,
     cache_dir: CacheDir = None,
 ) -> None:
     """Serve sessions of a model over gRPC, with a page and metrics beside it."""
@@ -328,21 +379,37 @@ def render(
 
 @app.command()
 def doctor(
-    model: Annotated[str, typer.Argument(help="Name, GGUF file or Hugging Face directory.")],
+    model: Annotated[
+        str | None, typer.Argument(help="Name, GGUF file or Hugging Face directory.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     context: Annotated[
         int | None, typer.Option(min=1, help="Tokens that must fit into memory.")
     ] = None,
+    server: Server = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     as_json: Json = False,
     cache_dir: CacheDir = None,
 ) -> None:
-    """Look whether a model fits, is whole, and computes what it should; exit status 1 if not."""
-    cache = _cache(cache_dir)
-    compile_cache.enable(cache / "xla")
-    sound = doctor_command.run(
-        model, dtype=dtype, context=context, as_json=as_json, cache_dir=cache,
-        out=Console(), log=_log(),
-    )
+    """Look whether a model fits, is whole, and computes what it should; exit status 1 if not.
+
+    With --server, or without a model: whether a server answers, and what it serves.
+    """
+    sound = True
+    if server is not None or model is None:
+        with client_of(server, token_file, tls_ca, tls_cert, tls_key) as client:
+            findings = doctor_server.examine(client, client.address)
+            sound &= doctor_command.report(findings, as_json=as_json, out=Console())
+    if model is not None:
+        cache = _cache(cache_dir)
+        compile_cache.enable(cache / "xla")
+        sound &= doctor_command.run(
+            model, dtype=dtype, context=context, as_json=as_json, cache_dir=cache,
+            out=Console(), log=_log(),
+        )  # fmt: skip
     if not sound:
         raise typer.Exit(FAILED)
 

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.resources
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -62,8 +62,14 @@ def run(
       ValueError: unknown model.
     """
     path = local_model.path_of(model, cache_dir, log)
+    findings = examine(path, name=model, dtype=dtype, context=context, log=log)
+    return report(findings, as_json=as_json, out=out)
+
+
+def report(findings: Iterable[Finding], *, as_json: bool, out: Console) -> bool:
+    """Print a line per finding; returns whether none failed."""
     sound = True
-    for finding in examine(path, name=model, dtype=dtype, context=context, log=log):
+    for finding in findings:
         sound &= finding.verdict != "failed"
         if as_json:
             out.file.write(json.dumps(dataclasses.asdict(finding), ensure_ascii=False) + "\n")

@@ -73,7 +73,7 @@ def test_help_is_printed(capsys, arguments):
     "arguments, pattern",
     [
         (("fly",), "No such command 'fly'; see `jaxstate --help`"),
-        (("ask", "--prompt", "x"), "Missing option '--model'; see `jaxstate ask --help`"),
+        (("ask", "--prompt", "x"), "model: expected --model, or a server by --server, got neither"),
         (("ask", "--model", "m", "--prompt", "x", "--seed", "x"), "Invalid value for '--seed'"),
         (("ask", "--no-such"), "No such option"),
         (("demo",), "Missing command; see `jaxstate demo --help`"),
