@@ -69,6 +69,7 @@ class FlashQuery:
     Attributes:
       flash_id: its id within the session.
       question: in token ids, as the server understood it.
+      constraint: what the answer has to be: "json_schema", "regex" or "grammar", and its text.
       risk: of queries that do not say one.
       answer: the newest there is; None before the first.
       evaluations, hits, stale_hits, fires: see jaxstate.flash.FlashQuery.
@@ -79,6 +80,7 @@ class FlashQuery:
     question: tuple[int, ...]
     choices: tuple[tuple[int, ...], ...]
     max_new_tokens: int
+    constraint: tuple[str, str] | None
     risk: float | None
     answer: Answer | None
     evaluations: int
@@ -259,8 +261,10 @@ def flash_query(message: pb.FlashQuery) -> FlashQuery:
     """Read how a registered question stands."""
     asked = message.question
     newest = _optional(message, "answer")
+    kind = asked.WhichOneof("constraint")
     return copied(
         FlashQuery, message, question=tuple(asked.prompt.tokens.ids),
+        constraint=kind and (kind, getattr(asked, kind)),
         choices=tuple(tuple(choice.tokens.ids) for choice in asked.choices),
         max_new_tokens=asked.max_new_tokens, risk=_optional(message, "risk"),
         answer=newest and answer_of(newest), fires=message.gate_fires,

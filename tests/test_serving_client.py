@@ -166,6 +166,9 @@ def test_a_registered_question_is_answered_before_it_is_asked(session, dense):
     listed = session.flash_queries()
     assert [(one.flash_id, one.hits, one.error) for one in listed] == [(registered.flash_id, 1, "")]
     session.unregister(registered.flash_id)
+    held = session.register([60, 61], max_new_tokens=3, regex="a+")
+    assert [one.constraint for one in session.flash_queries()] == [("regex", "a+")]
+    session.unregister(held.flash_id)
     assert session.flash_queries() == []
 
 
