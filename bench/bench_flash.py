@@ -209,7 +209,7 @@ def evaluate_together(service: LocalService, session: str, questions: list[Quest
     done = threading.Event()
 
     def register() -> None:
-        registered.extend(service._boards[session].register(one) for one in questions)
+        registered.extend(service._sessions[session].board.register(one) for one in questions)
         done.set()
 
     began = time.perf_counter()

@@ -14,7 +14,7 @@ from jaxstate.sampling import Sampling
 from jaxstate.serving import jaxstate_pb2 as pb
 from jaxstate.serving import tenants
 from jaxstate.serving.description import ServiceInfo, SessionInfo
-from jaxstate.serving.local_service import From, Stale
+from jaxstate.serving.questions import From, Stale
 from jaxstate.serving.snapshot_store import SavedSnapshot
 from jaxstate.session import WhenFull
 

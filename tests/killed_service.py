@@ -79,12 +79,12 @@ def main() -> None:
     service = LocalService(engine, journal=journal, snapshots=snapshots)
     for n in range(WRITERS):
         session = f"w{n}"
-        if session not in service._versions:
+        if session not in service._sessions:
             frozen = [n, 5, 6]
             say("try", verb="create", session=session, ids=frozen)
             service.create(frozen, session_id=session, when_full="slide")
             say("done", verb="create", session=session, ids=frozen, version=0)
-        sequence = max([0, *service._memories[session]._highest.values()])
+        sequence = max([0, *service._sessions[session].memory._highest.values()])
         threading.Thread(target=write, args=(service, session, seed, sequence), daemon=True).start()
     threading.Event().wait(120)  # whoever started it is gone then
 

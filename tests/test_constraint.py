@@ -349,7 +349,7 @@ def test_a_header_does_not_answer_what_has_a_constraint(service):
     held = _question(5, 1)
     service.declare(session, Entry(token_ids=held.token_ids, max_new_tokens=3))
     service.wait_until_idle(WAIT_S)
-    [ready] = service._prepositions[session].ready.values()
+    [ready] = service._sessions[session].prepositions.ready.values()
     assert isinstance(ready, Ready) and ready.answer(held) is None
     assert ready.answer(dataclasses.replace(held, constraint=None)) is not None
 

@@ -83,7 +83,7 @@ def test_hostile_values_and_random_bytes_get_a_status_with_a_meaning(running, st
             requests = [rng.randbytes(rng.randint(1, 60))]
         else:
             requests = [hostile_messages.message(method, rng) for _ in range(2)]
-        if "s" not in running.service._versions:
+        if "s" not in running.service._sessions:
             _open(stub)
         try:
             hostile_messages.call(running.channel, method, requests, timeout_s=0.5)
@@ -223,7 +223,7 @@ def test_a_client_that_goes_away_leaves_no_session_behind(running, stub, engine)
         grpc_service.time.sleep(delay)
         future.cancel()
         grpc_service.wait_until(lambda: running.server._backend.num_calls == 0)
-    grpc_service.wait_until(lambda: engine.cells_held == 0 and not running.service._versions)
+    grpc_service.wait_until(lambda: engine.cells_held == 0 and not running.service._sessions)
 
 
 def test_a_numbered_append_that_was_given_up_is_applied_once(running, stub):
@@ -332,7 +332,7 @@ def test_calls_of_a_service_that_ends_by_itself_end_too(running, stub):
     def broken():
         raise RuntimeError("broken")
 
-    running.service._evaluate = broken
+    running.service._after_steps.evaluate = broken
     for call in (stream, watch, stub.Query(query(name))):
         with refused(StatusCode.UNAVAILABLE):
             list(call)

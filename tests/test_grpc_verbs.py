@@ -316,10 +316,10 @@ def test_an_old_answer_is_waited_for_or_served_with_its_age(running, stub):
     assert (answer.source, answer.version, answer.age) == (pb.SOURCE_FLASH, 1, 0)
     running.service.wait_until_idle(WAIT_S)
     with grpc_service.held(running.service):  # before it can evaluate anew
-        running.service._versions[name] = 3
+        running.service._sessions[name].version = 3
         _, _, answer = _query(stub, name, tokens(_ids(3, 2)), stale=pb.STALE_SERVE)
         assert (answer.source, answer.version, answer.age) == (pb.SOURCE_FLASH, 1, 2)
-        running.service._versions[name] = 1
+        running.service._sessions[name].version = 1
 
 
 def test_no_fresh_answer_is_missed_by_who_comes_again_with_a_cursor(running, stub, dense):

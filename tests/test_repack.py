@@ -174,8 +174,8 @@ def test_a_service_repacks_an_idle_session_behind_all_else(engine, monkeypatch):
     question = Question(token_ids=tuple(_ids(1, 3)), max_new_tokens=3)
 
     def open_with_a_question():
-        service._open(session)
-        service._boards[session].register(question)
+        service._lifecycle.open(session)
+        service._sessions[session].board.register(question)
 
     service._call(open_with_a_question)
     service.wait_until_idle(60)

@@ -103,7 +103,8 @@ def test_a_gate_answers_from_an_older_version_only_at_a_risk_it_has_measured(ser
         append(version)
         service.wait_until_idle(WAIT_S)
     assert len(query.stale.samples) == 700
-    monkeypatch.setattr(service, "_evaluate", lambda changing: None)  # as if it had no idle time
+    # As if it had no idle time.
+    monkeypatch.setattr(service._after_steps, "evaluate", lambda changing: None)
     append(700)
     stale = _ask(service, session, question, stale="serve")
     assert (stale.source, stale.version, stale.age) == (Source.FLASH, 700, 1)

@@ -559,7 +559,7 @@ def test_a_watcher_misses_nothing_while_the_network_is_down(running):
 
         def append():
             version = writer.append("x")
-            log = running.service._logs[session.session_id]
+            log = running.service._sessions[session.session_id].log
             grpc_service.wait_until(lambda: log._kept and log._kept[-1].answer.version == version)
 
         watch = session.watch()
@@ -611,7 +611,7 @@ def test_a_watcher_goes_on_after_the_server_was_restarted_and_says_what_it_may_h
         assert handle.append("y") == 2
         # The newest answer is what it begins with again, which may be that to the version before.
         grpc_service.wait_until(lambda: "answers may have been missed" in caplog.text)
-        log = service._logs[session.session_id]
+        log = service._sessions[session.session_id].log
         grpc_service.wait_until(lambda: log._kept and log._kept[-1].answer.version == 2)
         time.sleep(0.1)
         assert handle.append("z") == 3

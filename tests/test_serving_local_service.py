@@ -96,11 +96,11 @@ def test_an_old_answer_is_served_only_on_wish_and_says_its_version(service):
     service.register(session, question)
     service.wait_until_idle(WAIT_S)
     with service._changed:  # the worker is held up before it can evaluate anew
-        service._versions[session] = 7
+        service._sessions[session].version = 7
         old = service.query(session, question, stale="serve").result()
         assert (old.version, old.source) == (0, Source.FLASH)
-        assert service._look_up(session, question) is None
-        service._versions[session] = 0
+        assert service._questions.look_up(session, question) is None
+        service._sessions[session].version = 0
 
 
 def test_nobody_is_told_of_an_append_before_its_version_counts(service, monkeypatch):
@@ -108,7 +108,7 @@ def test_nobody_is_told_of_an_append_before_its_version_counts(service, monkeypa
     ended, go_on = threading.Event(), threading.Event()
 
     def commit():  # what the worker does between a step and what follows from it
-        if any(ticket.has_ended for ticket in service._appending):
+        if any(ticket.has_ended for ticket in service._writes.under_way(session)):
             ended.set()
             assert go_on.wait(WAIT_S)
 
@@ -169,7 +169,7 @@ def test_questions_of_a_session_are_evaluated_together(service):
     session = service.create(tiny_engine.random_ids(1, 40))
     service.wait_until_idle(WAIT_S)
     release = tiny_service.hold(service)
-    board = service._boards[session]
+    board = service._sessions[session].board
     for n in range(4):
         board.register(Question(token_ids=(n + 1, 2, 3), max_new_tokens=3))
     steps = service._engine.executor.steps
@@ -206,7 +206,8 @@ def test_a_question_does_not_wait_for_a_long_prefix_of_another_session(service, 
 def test_callers_of_a_registered_question_share_one_computation_which_becomes_its_answer(
     service, monkeypatch
 ):
-    monkeypatch.setattr(service, "_evaluate", lambda changing: None)  # as if it had no idle time
+    # As if it had no idle time.
+    monkeypatch.setattr(service._after_steps, "evaluate", lambda changing: None)
     context, question = tiny_engine.random_ids(1, 20), _question(1, count=9)
     session = service.create(context)
     query = service.register(session, question)

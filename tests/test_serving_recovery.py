@@ -309,7 +309,7 @@ def test_what_was_registered_comes_back_with_its_gates(engine, tmp_path):
     assert found[2].stale.to_json() == before
     service.wait_until_idle(WAIT_S)
     assert service.query(session, free).result(WAIT_S).version == 5
-    assert service._prepositions[session].is_declared(header.token_ids)
+    assert service._sessions[session].prepositions.is_declared(header.token_ids)
     assert service.register(session, _question(7)).flash_id == 4
     [info] = service.describe_all()
     assert (info.session_id, info.tenant, info.version, info.num_flash) == (session, "t", 5, 3)
@@ -374,7 +374,7 @@ def test_a_caller_is_told_after_the_commit_and_never_before(engine, tmp_path, mo
 
     def slowly():
         time.sleep(0.05)
-        for ticket in service._appending:
+        for ticket in service._writes.under_way(session):
             if ticket.has_ended:
                 seen.append((ticket.is_over, service.version(session)))
         commit()

@@ -293,9 +293,9 @@ def test_a_killed_server_has_what_it_acknowledged_at_its_next_start(directory, m
 def test_a_worker_that_fails_ends_the_server_with_status_1(capsys, directory, model, monkeypatch):
     class Failing(LocalService):
         def listen(self, callback):
-            if self._listeners:  # all have been told of the service
+            if self._commands._listeners:  # all have been told of the service
                 with self._changed:
-                    self._enqueue(lambda: 1 // 0)
+                    self._commands.enqueue(lambda: 1 // 0)
             return super().listen(callback)
 
     monkeypatch.setattr(serve_command, "LocalService", Failing)

@@ -38,7 +38,6 @@ def hold(service: LocalService) -> threading.Event:
         assert release.wait(WAIT_S)
 
     with service._changed:
-        service._commands.append(command)
-        service._changed.notify_all()
+        service._commands.enqueue(command)
     assert taken.wait(WAIT_S)
     return release
