@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -61,7 +63,7 @@ class Session:
       stream_floor: stream length (evicted ones included) at the last eviction; a rollback below
         it would need tokens that are gone.
       version: number of durable operations.
-      saved_len: stream tokens, evicted ones included, that are as Verbs.on_change saw them last.
+      saved_len: stream tokens, evicted ones included, that are as Contexts.on_change saw them last.
       tenant: with whom its beginning may be shared.
       cached_tokens: at its start, that others had computed when it was created.
       paid: tails forwarded ahead; gone with the next durable operation.
@@ -120,6 +122,16 @@ class Change:
     stream_floor: int
     rebuilt: bool
     token_ids: list[int]
+
+
+@contextlib.contextmanager
+def using(session: Session) -> Iterator[None]:
+    """Keep a session where it is while a verb runs on it."""
+    session.running += 1
+    try:
+        yield
+    finally:
+        session.running -= 1
 
 
 def overflow_evictions(session: Session, count: int, context_len: int, quantum: int) -> int:

@@ -9,31 +9,28 @@ back: that frees cells when it begins.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Unpack
 
 import numpy as np
 
-from jaxstate import cell_copy, checks, generation
+from jaxstate import checks, generation
 from jaxstate import constraint as constraint_module
 from jaxstate import pages as pages_module
-from jaxstate import rows as rows_module
 from jaxstate import session as session_module
 from jaxstate.answer import Answer, Evidence, FinishReason, Source
 from jaxstate.cell_copy import Cells
 from jaxstate.choices import ChoiceTree
 from jaxstate.config import EngineConfig
 from jaxstate.constraint import Constraint
+from jaxstate.contexts import Contexts
 from jaxstate.errors import (
     CapacityError,
     ConflictError,
     InputError,
     SessionError,
     SessionExistsError,
-    SnapshotError,
     UnknownSessionError,
 )
 from jaxstate.executor import Executor
@@ -43,14 +40,10 @@ from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.needs import Need, Ran, Steps, TokenSteps
 from jaxstate.pages import Pages
 from jaxstate.prefixes import Prefixes
-from jaxstate.session import Change, PaidTail, Session, WhenFull
+from jaxstate.revival import Revival
+from jaxstate.session import PaidTail, Session, WhenFull
 from jaxstate.tail import NextToken, Tail
 from jaxstate.tiers import Tiers
-
-logger = logging.getLogger(__name__)
-
-Earlier = tuple[Session, Cells, np.ndarray, Sequence[Change]]
-"""An earlier state of a session: its record, cells and their shifts, and all changes since."""
 
 _TEXT_CONTEXT = 8  # ids before an answer that can hold the beginning of its first character
 
@@ -65,11 +58,7 @@ class Verbs:
         config: EngineConfig,
         tokenizer: Tokenizer | None,
     ):
-        """Start without sessions.
-
-        `on_change` is called with every session that is changed. `earlier` returns what was saved
-        of one whose cells are lost, None if nothing was; SnapshotError if that is worth nothing.
-        """
+        """Start without sessions."""
         self.model = model
         self.config = config
         self.executor = executor
@@ -77,11 +66,12 @@ class Verbs:
         self.sessions: dict[str, Session] = {}
         self.prefixes = Prefixes(self.pages, self.sessions, config.prefix_share)
         self.tiers = Tiers(executor, self.pages, self.sessions, kept=self.prefixes.tree)
-        self.on_change: Callable[[Session], None] = lambda session: None
-        self.earlier: Callable[[Session], Earlier | None] = lambda session: None
+        self.contexts = Contexts(executor, model, config, self.pages, self.prefixes, self.tiers)
+        self.revival = Revival(
+            executor, config, self.pages, self.sessions, self.prefixes, self.tiers, self.contexts
+        )
         self._blocks_kept = config.selector.kept if config.selector else None
         self._tokenizer = tokenizer
-        executor.on_pool_lost = self._lose_all
         self._owners = itertools.count()
         self._names = itertools.count(1)
 
@@ -113,7 +103,7 @@ class Verbs:
                     f"got {len(ids)}; shorten the prefix or raise context_len"
                 )
             session.frozen_len = len(ids)
-            yield from self._begin(session, ids)
+            yield from self.contexts.begin(session, ids)
         self.tiers.touch(session)
         self.sessions[name] = session
         return name
@@ -133,7 +123,7 @@ class Verbs:
             raise SessionExistsError(
                 f"session {name} exists already; choose another id or close it"
             )
-        self._bring_back(parent)
+        self.revival.bring_back(parent)
         self.pages.hold(parent.entries)
         child = self.sessions[name] = Session(
             session_id=name,
@@ -182,7 +172,7 @@ class Verbs:
           PoolFullError: there is no room; nothing has changed.
         """
         session.owner = next(self._owners)
-        self._put_cells(session, cells, shifts)
+        self.revival.put_cells(session, cells, shifts)
         if session.session_id in self.sessions:
             self.close(session.session_id)
         self.tiers.touch(session)
@@ -191,8 +181,8 @@ class Verbs:
     def revive(self, session_id: str) -> Steps:
         """Bring a session's cells into the pool before anybody asks; lost ones are computed."""
         session = self.session(session_id)
-        with self._using(session):
-            yield from self._resident(session)
+        with session_module.using(session):
+            yield from self.revival.resident(session)
 
     def close(self, session_id: str) -> None:
         """See Engine.close."""
@@ -210,51 +200,29 @@ class Verbs:
         """See Engine.append."""
         session = self.session(session_id)
         ids = checks.token_ids(token_ids, self.model, "append")
-        with self._using(session):
-            yield from self._resident(session)
-            yield from self._append(session, ids)
-            self._advance_version(session)
+        with session_module.using(session):
+            yield from self.revival.resident(session)
+            yield from self.contexts.append(session, ids)
+            self.contexts.advance_version(session)
         return session.version
 
     def update(self, session_id: str, token_ids: Sequence[int]) -> Steps:
         """See Engine.update."""
         session = self.session(session_id)
         ids = checks.token_ids(token_ids, self.model, "update")
-        with self._using(session):
-            yield from self._resident(session)
-            yield from self._update(session, ids)
-            self._advance_version(session)
+        with session_module.using(session):
+            yield from self.revival.resident(session)
+            yield from self.contexts.update(session, ids)
+            self.contexts.advance_version(session)
         return session.version
-
-    def _update(self, session: Session, ids: np.ndarray) -> Steps:
-        stream = np.asarray(session.token_ids[session.frozen_len :], np.int32)
-        common = session_module.common_len(stream, ids)
-        if common < len(stream):
-            session_module.rolled_back(session, len(stream) - common)  # may refuse
-        if len(ids) > self.config.context_len - session.frozen_len:
-            raise CapacityError(
-                f"update of {len(ids)} tokens is longer than the stream's window of "
-                f"{self.config.context_len - session.frozen_len}; shorten it or raise context_len"
-            )
-        if common < len(ids):
-            position = session.frozen_len + common
-            begin = session.stream_len - (len(stream) - common)
-            self._check_room(
-                session, pages_module.cut_end(session.entries, position), position,
-                self._shifts(session, begin, len(ids) - common),
-            )  # fmt: skip
-        if common < len(stream):
-            self._roll_back(session, len(stream) - common)
-        if common < len(ids):
-            yield from self._append(session, ids[common:])
 
     def rollback(self, session_id: str, count: int) -> int:
         """See Engine.rollback."""
         session = self.session(session_id)
         checks.count(count, "rollback", least=1)
-        self._bring_back(session)
-        self._roll_back(session, count)
-        self._advance_version(session)
+        self.revival.bring_back(session)
+        self.contexts.roll_back(session, count)
+        self.contexts.advance_version(session)
         return session.version
 
     def repack(self, session_id: str) -> Steps:
@@ -284,8 +252,8 @@ class Verbs:
         checks.vocabulary(self.model, eos_ids, "eos_ids")
         checks.vocabulary(self.model, slot_ids, "slot_ids")
         checks.positions(self.model, session.context_len, len(ids), max_new_tokens)
-        with self._using(session):
-            yield from self._resident(session, len(ids) + max_new_tokens)
+        with session_module.using(session):
+            yield from self.revival.resident(session, len(ids) + max_new_tokens)
             return (
                 yield from self._advance(session, ids, max_new_tokens, min_gap, eos_ids, slot_ids)
             )
@@ -371,8 +339,8 @@ class Verbs:
         tree = ChoiceTree(checked)
         longest = max(len(choice) for choice in checked)
         checks.positions(self.model, session.context_len, len(ids), longest)
-        with self._using(session):
-            yield from self._resident(session, len(ids))
+        with session_module.using(session):
+            yield from self.revival.resident(session, len(ids))
             return (yield from self._choose(session, ids, checked, tree, gate, keep))
 
     def _choose(
@@ -464,148 +432,6 @@ class Verbs:
 
     # Inside
 
-    def _advance_version(self, session: Session) -> None:
-        """Note a change; what was paid for beside it saw the session as it was."""
-        self.tiers.forget_paid(session)
-        session.version += 1
-        self.on_change(session)
-
-    @contextlib.contextmanager
-    def _using(self, session: Session) -> Iterator[None]:
-        """Keep a session where it is while a verb runs on it."""
-        session.running += 1
-        try:
-            yield
-        finally:
-            session.running -= 1
-
-    def _resident(self, session: Session, count: int = 0) -> Steps:
-        """Bring a session's cells into the pool; those that are lost are computed anew.
-
-        Args:
-          count: tokens that are to go on pages behind it.
-        """
-        if self._bring_back(session, count):
-            return
-        try:
-            earlier = self.earlier(session)
-            if earlier is not None:
-                yield from self._replay(session, *earlier)
-                return
-        except SnapshotError as error:
-            logger.warning("session %s: %s", session.session_id, error)
-        yield from self._rebuild(session)
-
-    def _bring_back(self, session: Session, count: int = 0) -> bool:
-        """Bring a session's cells into the pool at once; False where they are lost."""
-        self.tiers.touch(session)
-        if session.stored and session.stored.is_lost:
-            return False
-        with self._using(session):
-            try:
-                self.tiers.bring_back(session, -(-count // self.config.page_size))
-            except SnapshotError as error:
-                logger.warning("%s", error)
-                self.tiers.lose(session)
-                return False
-        return True
-
-    def _rebuild(self, session: Session) -> Steps:
-        """Compute a session's cells anew from its tokens.
-
-        Where nothing was evicted they are what they were. Else the kept tokens never saw what was
-        evicted: its version advances, and its answers say `rebuilt`.
-        """
-        ids = np.asarray(session.token_ids, np.int32)
-        kept = session.context_len - session.frozen_len
-        shifts = np.concatenate(
-            [np.zeros(session.frozen_len, np.int32), self._shifts(session, session.evicted, kept)]
-        )
-        tail = Tail(self.executor, self.pages, session.owner, (), 0, shifts, growing=True)
-        try:
-            yield from tail.forward(ids, want_last=False)
-            if session.stored is None:
-                return  # another verb has done it meanwhile
-            session.entries, session.stored = tail.keep(), None
-        finally:
-            tail.close()
-        if session.evicted:
-            session.rebuilt = True
-            self._advance_version(session)
-
-    def _put_cells(self, session: Session, cells: Cells, shifts: np.ndarray) -> None:
-        """Give a session cells on pages of its own, in order of position."""
-        if len(shifts):
-            growth = pages_module.plan_growth(
-                self.pages, session.owner, (), 0, shifts, growing=True
-            )
-            self.pages.hold(growth.entries)
-            cell_copy.put(self.executor, growth, cells)
-            session.entries = growth.entries
-
-    def _lose_all(self) -> None:
-        """Note that the pool is empty. Verbs that have begun must not go on."""
-        self.prefixes.forget_all()
-        for session in self.sessions.values():
-            self.tiers.forget_paid(session)
-            if session.entries:
-                self.tiers.lose(session)
-
-    def _replay(
-        self, session: Session, past: Session, cells: Cells, shifts: np.ndarray,
-        changes: Sequence[Change],
-    ) -> Steps:  # fmt: skip
-        """Give a session the cells of an earlier state of it, and do again what came after.
-
-        Each change evicts when it did, so that every token sees what it saw.
-
-        Raises:
-          SnapshotError: that is not what the session has become.
-        """
-        past.owner = session.owner
-        try:
-            self._put_cells(past, cells, shifts)
-            for change in changes:
-                yield from self._redo(past, change)
-            if past.token_ids != session.token_ids or past.evicted != session.evicted:
-                raise SnapshotError("what its changes led to is not what it has become")
-            if session.stored is None:
-                return
-            session.entries, past.entries, session.stored = past.entries, (), None
-        finally:
-            self.pages.drop(past.entries)
-
-    def _redo(self, past: Session, change: Change) -> Steps:
-        """Change a state as a durable verb did."""
-        if past.stream_len > change.begin:
-            self._roll_back(past, past.stream_len - change.begin)
-        dropped = change.evicted - past.evicted
-        # A committed turn was computed before it evicted anything, an append after it.
-        is_turn = change.stream_floor > change.begin
-        if dropped and not is_turn:
-            self._drop_oldest(past, dropped)
-        if change.token_ids:
-            ids = np.asarray(change.token_ids, np.int32)
-            yield from self._extend(past, ids, self._shifts(past, past.stream_len, len(ids)))
-        if dropped and is_turn:
-            self._drop_oldest(past, dropped)
-        past.stream_floor = change.stream_floor
-
-    def _begin(self, session: Session, ids: np.ndarray) -> Steps:
-        """Make `ids` the context of a new session, forwarding what nobody has computed."""
-        count, entries = self.prefixes.match(session.tenant, ids, len(ids))
-        self.pages.hold(entries)
-        session.entries, session.token_ids = entries, ids[:count].tolist()
-        session.cached_tokens = count
-        if count == len(ids):
-            return
-        shifts = np.zeros(len(ids) - count, np.int32)
-        try:
-            yield from self._extend(session, ids[count:], shifts, beginning=ids)
-        except BaseException:
-            self.pages.drop(session.entries)
-            raise
-
     def _generate(self, ids: np.ndarray, request: Request, tenant: str) -> TokenSteps:
         """Answer a prompt, whose beginning may be there as if it had been paid for."""
         nobody = Session(session_id="", owner=next(self._owners), when_full="error", tenant=tenant)
@@ -623,90 +449,6 @@ class Verbs:
     def _free_name(self) -> str:
         return next(name for n in self._names if (name := f"s{n}") not in self.sessions)
 
-    def _shifts(self, session: Session, first: int, count: int, evicting: int = 0) -> np.ndarray:
-        """Shifts of stream tokens `first` and following after `evicting` more are dropped."""
-        epoch = session_module.rotation_epoch(
-            self.model.max_positions, session.frozen_len, self.config.page_size
-        )
-        return session_module.stream_shifts(first, count, session.evicted + evicting, epoch)
-
-    def _append(self, session: Session, ids: np.ndarray) -> Steps:
-        dropped = session_module.overflow_evictions(
-            session, len(ids), self.config.context_len, self.config.evict_quantum
-        )
-        shifts = self._shifts(session, session.stream_len, len(ids), dropped)
-        entries = session_module.evict(session, dropped) if dropped else session.entries
-        position = session.context_len - dropped
-        self._check_room(session, entries, position, shifts)
-        self.tiers.forget_paid(session)
-        if dropped:
-            self._drop_oldest(session, dropped)
-        yield from self._extend(session, ids, shifts)
-
-    def _extend(
-        self,
-        session: Session,
-        ids: np.ndarray,
-        shifts: np.ndarray,
-        beginning: np.ndarray | None = None,
-    ) -> Steps:
-        """Forward tokens behind the context and make them part of it.
-
-        Args:
-          beginning: the whole context to be, where others may share it meanwhile.
-        """
-        tail = Tail(
-            self.executor,
-            self.pages,
-            session.owner,
-            session.entries,
-            session.context_len,
-            shifts,
-            growing=True,
-        )
-        if beginning is not None:
-            self.prefixes.begin(tail, session.tenant, beginning)
-        try:
-            yield from tail.forward(ids, want_last=False)
-            self.prefixes.end(tail, keep=False)  # the session has it
-            entries = tail.keep()
-        except BaseException:
-            self.prefixes.end(tail)
-            tail.close()
-            raise
-        self.pages.drop(session.entries)
-        session.entries = entries
-        session.token_ids.extend(ids.tolist())
-
-    def _drop_oldest(self, session: Session, count: int) -> None:
-        entries = session_module.evict(session, count)
-        self.pages.replace(session.entries, entries)
-        session.entries = entries
-        session.stream_floor = session.stream_len
-        del session.token_ids[session.frozen_len : session.frozen_len + count]
-        session.evicted += count
-
-    def _roll_back(self, session: Session, count: int) -> None:
-        entries = session_module.rolled_back(session, count)
-        self.tiers.forget_paid(session)
-        self.pages.replace(session.entries, entries)
-        session.entries = entries
-        del session.token_ids[session.context_len - count :]
-        session.saved_len = min(session.saved_len, session.stream_len)
-
-    def _check_room(self, session: Session, entries, position: int, shifts: np.ndarray) -> None:
-        """Refuse tokens that pool or step table cannot hold behind `entries`.
-
-        What paid tails, eviction and rollback give back counts as free.
-        """
-        needed = pages_module.pages_needed(self.pages, session.owner, entries, position, shifts)
-        self.pages.require(needed, session.entries, staying=entries)
-        one_step = len(shifts) <= self.executor.longest_step  # reads only what is there already
-        rows_module.check_context(
-            pages_module.stretches(entries, self.config.page_size), 0 if one_step else needed,
-            self.executor.config.step_shapes[-1], self.executor.config,
-        )  # fmt: skip
-
     def _tail(
         self,
         session: Session,
@@ -722,7 +464,7 @@ class Verbs:
         context = session.entries
         if paid:
             context = pages_module.cut_end(paid.entries, position)
-        shifts = self._shifts(session, session.stream_len + skip, count)
+        shifts = self.contexts.shifts(session, session.stream_len + skip, count)
         on_paid = context if paid else ()
         self.pages.hold(on_paid)  # the paid tail may be given back for the new one's own pages
         try:
@@ -798,8 +540,10 @@ class Verbs:
         checks.positions(
             self.model, session.context_len, len(ids), request.max_new_tokens
         )  # again: the session may have grown since it was asked
-        with self._using(session):
-            yield from self._resident(session, len(ids) + request.max_new_tokens - (not commit))
+        with session_module.using(session):
+            yield from self.revival.resident(
+                session, len(ids) + request.max_new_tokens - (not commit)
+            )
             return (yield from self._answer(session, ids, request, commit, keep))
 
     def _answer(
@@ -872,8 +616,8 @@ class Verbs:
         session.entries = entries
         session.token_ids.extend([*ids.tolist(), *answer])
         if dropped:
-            self._drop_oldest(session, dropped)
-        self._advance_version(session)
+            self.contexts.drop_oldest(session, dropped)
+        self.contexts.advance_version(session)
 
 
 def _logits_at(ready: NextToken, token_ids: Sequence[int]) -> list[float]:

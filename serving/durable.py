@@ -11,13 +11,14 @@ from jaxstate import needs
 from jaxstate.errors import CapacityError
 from jaxstate.flash import FlashQuery
 from jaxstate.prepositioning import Entry
+from jaxstate.revival import Earlier
 from jaxstate.scheduler import State, Ticket
 from jaxstate.serving.journal import Journal
 from jaxstate.serving.journal_rows import SavedSession
 from jaxstate.serving.snapshots import Snapshots
 from jaxstate.serving.write_memory import Number
 from jaxstate.session import Session
-from jaxstate.verbs import Earlier, Verbs
+from jaxstate.verbs import Verbs
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +49,8 @@ class Durable:
         self._held: list[Ticket] = []
         self._gates: dict[tuple[str, int], tuple[int, Any]] = {}  # evaluations and what was found
         if journal is not None:
-            verbs.on_change = journal.change
-            verbs.earlier = self._earlier
+            verbs.contexts.on_change = journal.change
+            verbs.revival.earlier = self._earlier
 
     def recover(self) -> list[SavedSession]:
         """Return the sessions of the journal."""
@@ -108,8 +109,8 @@ class Durable:
             self._snapshots.close()
         if self._journal is not None:
             self._journal.close()
-            self._verbs.on_change = lambda session: None
-            self._verbs.earlier = lambda session: None
+            self._verbs.contexts.on_change = lambda session: None
+            self._verbs.revival.earlier = lambda session: None
 
     # Snapshots
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable
 
 from jaxstate import session_snapshot
 from jaxstate.errors import SnapshotError
+from jaxstate.revival import Earlier
 from jaxstate.serving.journal_rows import SavedSession
 from jaxstate.session import Session
 from jaxstate.session_snapshot import SessionSnapshot
-from jaxstate.verbs import Earlier, Verbs
+from jaxstate.verbs import Verbs
 
 logger = logging.getLogger(__name__)
 

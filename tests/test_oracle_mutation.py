@@ -20,7 +20,7 @@ from oracle.checked import CheckedEngine
 from oracle.equality import Mismatch
 from oracle.together import RowSpec
 
-from jaxstate import choices, executor, pages, rows, session, step, tail, tiers, verbs
+from jaxstate import choices, contexts, executor, pages, rows, session, step, tail, tiers, verbs
 from jaxstate.config import EngineConfig
 from jaxstate.kernels_pallas import attention_xla
 from jaxstate.models.config import LayerConfig
@@ -312,8 +312,8 @@ ON_HOST = [
     ),
     on_host(
         "an eviction may be rolled back",
-        verbs,
-        "Verbs._drop_oldest",
+        contexts,
+        "Contexts.drop_oldest",
         "session.stream_floor = session.stream_len",
         "pass",
     ),
