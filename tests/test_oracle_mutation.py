@@ -20,7 +20,7 @@ from oracle.checked import CheckedEngine
 from oracle.equality import Mismatch
 from oracle.together import RowSpec
 
-from jaxstate import choices, contexts, executor, pages, rows, session, step, tail, tiers, verbs
+from jaxstate import asking, choices, contexts, executor, pages, rows, session, step, tail, tiers
 from jaxstate.config import EngineConfig
 from jaxstate.kernels_pallas import attention_xla
 from jaxstate.models.config import LayerConfig
@@ -291,15 +291,15 @@ ON_HOST = [
     ),
     on_host(
         "a query writes the session's own pages",
-        verbs,
-        "Verbs._answer",
+        asking,
+        "Asking._answer",
         "session.owner if commit else next(self._owners)",
         "session.owner",
     ),
     on_host(
         "a commit leaves out the last token",
-        verbs,
-        "Verbs._commit",
+        asking,
+        "Asking._commit",
         "yield from tail.forward(answer[-1:], want_last=False)",
         "pass",
     ),
