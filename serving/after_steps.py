@@ -86,6 +86,8 @@ class AfterSteps:
             return
         if evaluation.board.note(evaluation.query, answer, self._clock()):
             session = self._sessions.get(ticket.session)
+            if session and session.board is not evaluation.board:
+                session = None  # restored meanwhile: the same ids are other questions'
             if session:
                 session.log.add(evaluation.query, answer)
             evaluation.query.served += evaluation.asked

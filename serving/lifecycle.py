@@ -159,10 +159,12 @@ class Lifecycle:
 
     def open(self, session_id: str) -> OpenSession:
         """Begin to know a session of the engine."""
-        session = self._sessions[session_id] = OpenSession(
+        session = OpenSession(
             version=self._engine.session(session_id).version,
             prepositions=Prepositions(self._preposition),
         )
+        with self._commands.changed:  # callers walk over all of them
+            self._sessions[session_id] = session
         return session
 
     def _forget(self, session_id: str) -> None:

@@ -119,8 +119,11 @@ class Questions:
           query: the question as it is registered, if it is: its answer will be everybody's.
         """
         self._verbs.session(session_id)
+        session = self._sessions[session_id]
+        query = query and session.board.find(question)  # it may be gone, or another, by now
         if query is None:
-            self._sessions[session_id].prepositions.receive(question.token_ids)
+            with self._commands.changed:  # callers look whether there is something to be paid
+                session.prepositions.receive(question.token_ids)
             self._submit(pending, session_id, question, JobClass.QUERY, **how)
         elif risk is not None:
             gate = functools.partial(_first_token, query, risk)

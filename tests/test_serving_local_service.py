@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import sys
 import threading
 
 import pytest
@@ -401,3 +402,33 @@ def test_a_worker_that_breaks_says_so_to_everybody(monkeypatch):
     with pytest.raises(CancelledError, match="broken plan"):
         service.append(session, [1])
     engine.close(session)
+
+
+def test_callers_may_wait_while_sessions_come_and_go(service):
+    sessions = [service.create() for _ in range(100)]  # takes a while to walk over
+    over = threading.Event()
+    failures = []
+
+    def wait():
+        try:
+            while not over.is_set():
+                service.wait_until_idle(WAIT_S)
+        except Exception as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    threads = [threading.Thread(target=wait) for _ in range(2)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(100):
+            service.close_session(service.fork(sessions[0]))
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(WAIT_S)
+        sys.setswitchinterval(interval)
+    assert failures == []
+    for session in sessions:
+        service.close_session(session)
