@@ -11,13 +11,16 @@ import signal
 import subprocess
 import sys
 
+import certificates
 import dockerfile
 import grpc_service
 import pytest
 import served
 from dockerfile import ROOT
+from grpc_health.v1 import health_pb2
 
 from jaxstate.serving import candle_rows, cli
+from jaxstate.serving.tls import Tls
 
 
 def _copied() -> dict[str, str]:
@@ -29,11 +32,12 @@ def _copied() -> dict[str, str]:
     return found
 
 
-def _check_health(python: object, address: str, cwd: pathlib.Path) -> int:
+def _check_health(python: object, address: str, cwd: pathlib.Path, ca: str = "") -> int:
     """Run HEALTHCHECK; the folder must not be ROOT, where ./jaxstate is not what is installed."""
     command = dockerfile.health_command()
     assert command[0] == "python"
-    environment = {**os.environ, **dockerfile.environment(), "HEALTH_ADDRESS": address}
+    where = {"HEALTH_ADDRESS": address, "HEALTH_TLS_CA": ca}
+    environment = {**os.environ, **dockerfile.environment(), **where}
     return subprocess.run(
         [str(python), *command[1:]], env=environment, cwd=cwd, stderr=subprocess.DEVNULL,
         timeout=60, check=False,
@@ -87,10 +91,18 @@ def test_the_ports_are_those_of_a_server_that_is_told_nothing(monkeypatch):
     assert port == str(options[0].server.port)
 
 
-def test_who_does_not_serve_is_not_healthy(tmp_path):
-    assert _check_health(sys.executable, "127.0.0.1:1", tmp_path) == 1
-    with grpc_service.bound() as (_, _, _, port):
-        assert _check_health(sys.executable, f"127.0.0.1:{port}", tmp_path) == 1
+@pytest.mark.parametrize("with_tls", [False, True])
+def test_a_server_is_healthy_when_it_serves_and_not_before(tmp_path, with_tls):
+    authority = certificates.Authority(tmp_path, "authority")
+    cert, key = authority.sign("server", "localhost")
+    tls = Tls(cert=cert, key=key) if with_tls else None
+    ca = str(authority.path) if with_tls else ""
+    with grpc_service.bound(tls=tls) as (loop, server, _, port):
+        address = f"localhost:{port}"
+        assert _check_health(sys.executable, address, tmp_path, ca) == 1
+        loop.run(server._set_health(health_pb2.HealthCheckResponse.SERVING))
+        assert _check_health(sys.executable, address, tmp_path, ca) == 0
+    assert _check_health(sys.executable, address, tmp_path, ca) == 1
 
 
 @pytest.mark.long
