@@ -34,6 +34,7 @@ test: check
 	$(BIN)/python -m pytest -m "not long" $(WORKERS)
 
 test-all: check
+	$(BIN)/python -m pip install --quiet --editable '.[test,bench,notebooks]'
 	$(BIN)/python -m pytest $(WORKERS)
 
 bench: setup

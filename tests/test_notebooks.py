@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 
-import nbclient
 import nbformat
 import pytest
 from dockerfile import ROOT
@@ -79,7 +78,9 @@ def run(tmp_path_factory):
                 cell.outputs, cell.execution_count = [], None
             cell.source = DTYPE.sub(f'DTYPE = "{dtype}"', cell.source)
         folder = tmp_path_factory.mktemp(name)
-        nbclient.NotebookClient(
+        from nbclient import NotebookClient  # of the long suite only
+
+        NotebookClient(
             notebook, timeout=CELL_S, kernel_name="python3",
             resources={"metadata": {"path": str(folder)}},
         ).execute()  # fmt: skip
