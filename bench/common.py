@@ -21,6 +21,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstate.answer import Answer
 from jaxstate.models.config import ModelConfig
 from jaxstate.serving import candle_rows
 
@@ -187,6 +188,20 @@ def milliseconds(function: Callable[[], Any]) -> float:
     began = time.perf_counter()
     function()
     return (time.perf_counter() - began) * 1e3
+
+
+# Answers
+
+NEAR_TIE = 2e-3  # logits between the first two, in 32-bit floats
+
+
+def sure_len(answer: Answer) -> int:
+    """Tokens of an answer with top_logprobs=2 before the first that another was as likely as."""
+    for index, token in enumerate(answer.tokens):
+        first, second = sorted((token.top_logprobs or {}).values(), reverse=True)
+        if first - second < NEAR_TIE:
+            return index
+    return len(answer.tokens)
 
 
 # Facts

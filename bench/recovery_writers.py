@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import common
 import grpc
 from served import CALL_S, answer_of, tokens
 
@@ -17,7 +18,6 @@ from jaxstate.serving.jaxstate_pb2_grpc import JaxStateStub
 
 LONGEST = 320  # tokens of a stream, then it is begun anew
 PREFIX, ANSWER = 24, 4
-NEAR = 2e-3  # logits of 32-bit floats
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
 Verb = pb.AppendRequest | pb.UpdateRequest | pb.RollbackRequest
 
@@ -153,10 +153,5 @@ def compare(
     session = engine.create([*writer.prefix, *writer.stream])
     again = engine.query(session, question, max_new_tokens=ANSWER, top_logprobs=2)
     engine.close(session)
-    sure = ANSWER
-    for index, token in enumerate(again.tokens):
-        first, second = sorted((token.top_logprobs or {}).values(), reverse=True)
-        if first - second < NEAR:
-            sure = index
-            break
+    sure = common.sure_len(again)
     losses.corrupt += list(answer.token_ids[:sure]) != list(again.token_ids[:sure])

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import common
 import grpc.aio
 from served import CALL_S, LARGEST, LOCALHOST, Server, serving
 from service_clients import ANSWER, Client, Given, Pace, Tally
@@ -25,7 +26,6 @@ from jaxstate.serving.jaxstate_pb2_grpc import JaxStateStub
 CLIENTS = 64
 BUSY, STEER_S = 0.7, 5.0  # share of the time in which steps run
 SIZES = ("--max-model-len", 1024, "--kv-cells", 40_960, "--host-bytes", 1 << 29)
-NEAR = 2e-3  # logits of 32-bit floats
 PROBE = pathlib.Path(__file__).with_name("service_probe.py")
 
 
@@ -136,11 +136,6 @@ def compute_again(engine: Engine, given: Sequence[Given], count: int, seed: int)
         session = engine.create(list(one.context))
         again = engine.query(session, list(one.question), max_new_tokens=ANSWER, top_logprobs=2)
         engine.close(session)
-        sure = ANSWER
-        for index, token in enumerate(again.tokens):
-            first, second = sorted((token.top_logprobs or {}).values(), reverse=True)
-            if first - second < NEAR:
-                sure = index
-                break
+        sure = common.sure_len(again)
         different += list(one.answer.token_ids[:sure]) != list(again.token_ids[:sure])
     return different

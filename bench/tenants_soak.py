@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import common
 import numpy as np
 from tenants_traffic import ANSWER_TOKENS, QUESTION_TOKENS, Sent, Tenant, Traffic
 
@@ -19,7 +20,6 @@ from jaxstate.models.loaded_model import LoadedModel
 from jaxstate.plan import JobClass
 from jaxstate.serving.local_service import LocalService
 
-NEAR_TIE = 2e-3  # logits between the first two, in 32-bit floats
 PAGE = 64
 TRIALS = 3
 
@@ -180,18 +180,9 @@ def _compute_again(model: LoadedModel, size: Size, chosen: Sequence[Sent]) -> di
                 session, one.question.token_ids, max_new_tokens=ANSWER_TOKENS, top_logprobs=2
             )
             assert again.source is Source.COMPUTED
-            sure = _sure_len(again)
+            sure = common.sure_len(again)
             near_ties += sure < ANSWER_TOKENS
             different += answer.token_ids[:sure] != again.token_ids[:sure]
         assert session is not None
         engine.close(session)
     return {"different": different, "near_ties": near_ties}
-
-
-def _sure_len(answer: Answer) -> int:
-    """Tokens before the first that another was about as likely as."""
-    for index, token in enumerate(answer.tokens):
-        first, second = sorted((token.top_logprobs or {}).values(), reverse=True)
-        if first - second < NEAR_TIE:
-            return index
-    return len(answer.tokens)
