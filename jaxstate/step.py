@@ -8,7 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxstate.kernels_pallas import block_selector, dispatch, key_bounds
+from jaxstate.kernels_pallas import attention_xla, block_selector, dispatch, key_bounds
 from jaxstate.kernels_pallas import work as work_columns
 from jaxstate.kernels_pallas.block_selector import BlockSelector
 from jaxstate.kernels_pallas.rope import angles_at, turn
@@ -68,14 +68,9 @@ def step(
     chex.assert_equal_shape([pages for layer in pool for pages in (layer.k_pages, layer.v_pages)])
     chex.assert_shape([rows.output_tokens, rows.allowed_idx], (shape.num_rows,))
     tails = {
-        layer.window: dispatch.prepare_tail(
-            implementation, rows.positions, rows.tail_mask, window=layer.window,
-            heads_per_kv_head=(
-                sharding.local_heads_per_kv_head if sharding else config.heads_per_kv_head
-            ),
-        )
+        layer.window: attention_xla.tail_visible(rows.positions, rows.tail_mask, layer.window)
         for layer in config.layers
-    }  # fmt: skip
+    }
     ropes = {layer.rope: _rope_tables(layer.rope, config, rows) for layer in config.layers}
 
     def mix(layer: LayerConfig, selects, q, k, v, pages: LayerPages, rows: Rows, tail, tables):

@@ -5,11 +5,12 @@
 // multiplied) and a synchronisation of all threads per operation; this reads pages where they lie
 // and synchronises once per layer.
 //
-// Query rows are vector lanes. A block of 64 cells is scored as S^T[cell][row] = sum over d of
-// k[cell][d] (broadcast) * q^T[d][row], so neither keys nor values are ever transposed, the
-// softmax needs no horizontal sums, and P^T is already in place for O^T[d][row] += v[cell][d] *
-// P^T[cell][row]. Rows that would leave most lanes of a vector idle, four at most, are taken with
-// lanes along d instead, beside the others, while the block is in cache.
+// A block of 64 cells is S[row][cell] = sum over d of q[row][d] (broadcast) * k^T[d][cell], then
+// O[row][d] += P[row][cell] (broadcast) * v[cell][d]: one product, in which a vector of keys or
+// values is loaded once for twelve rows, and no lane is spent on a row that is not there. Keys are
+// transposed a block at a time, for which few rows do not pay: their scores have lanes along d.
+// An item is visited by the rows that see it, so that tokens of many sessions cost what they would
+// cost one by one.
 //
 // Online softmax as in FlashAttention-2 (arXiv:2307.08691), the split over the context with a
 // merge at the end as in Flash-Decoding.
@@ -21,9 +22,10 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <thread>
+#include <utility>
 #include <vector>
 
+#include "threads.h"
 #include "vectors.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -31,12 +33,17 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int kCells = 64;       // cells per block
-constexpr int kFewCells = 32;    // the same for few rows: less to keep while memory is read
-constexpr int kMaxVectors = 6;   // vectors of rows per task
-constexpr int kMaxDim = 256;     // largest head_dim
+constexpr int kCells = 64;    // cells per block
+constexpr int kMaxRows = 96;  // rows per task
+constexpr int kMaxDim = 256;  // largest head_dim
+constexpr int kFewRows = 4;   // of one token, up to here scores have lanes along d
 constexpr int32_t kPaddingRow = 1 << 30;  // PADDING_ROW of work.py
-constexpr int kFewRows = 4;      // up to here the lanes run along d
+#ifdef __AVX512F__
+constexpr int kTileRows = 12;  // of sums that are in registers at a time, as pairs of vectors
+#else
+constexpr int kTileRows = 2;
+#endif
+constexpr int kPanel = 2 * kLanes;  // columns of a product taken at a time
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 
 // Scores are kept times log2(e), so that the softmax is of powers of two.
@@ -66,81 +73,79 @@ struct Problem {
   int32_t window;  // 0 = none
   float scale;
   const float *q, *k_tail, *v_tail, *k_cells, *v_cells, *cos, *sin;
-  const float* tail_bias;  // [tokens][tail_stride]: 0 or -inf for (cell, query row)
-  int64_t tail_stride;
+  const bool* tail_visible;  // [all_tokens][all_tokens], row = query token
+  int64_t all_tokens;        // padding included
   const int32_t *positions, *token_rows, *items;
   int32_t num_items;
   float* out;
 };
 
-// Unnormalized attention of the rows of one task: of a part by lane [d][row], of few rows [row][d].
+// Unnormalized attention of the rows of one task.
 struct State {
-  alignas(64) float peak[kMaxVectors * kLanes];
-  alignas(64) float total[kMaxVectors * kLanes];
-  alignas(64) float mixed[kMaxDim * kMaxVectors * kLanes];
+  float *peak, *total, *mixed;  // [row], [row], [row][d]
+
+  static int64_t Size(int64_t rows, int64_t dim) { return rows * (2 + dim); }
+  State(float* at, int64_t rows, int64_t dim)
+      : peak(at + rows * dim), total(peak + rows), mixed(at) {}
 };
 
-struct Sums {  // the share of one part of a task's rows in its State
-  float *peak, *total, *mixed;
+// Rows of one head over a share of the context, given as a range of cells counted over all items.
+struct Task {
+  int64_t head, first, count, begin, end, group;  // first row = token * shared + head of the group
+  bool tail;
 };
 
-struct Rows {  // query rows that are visited together
-  int64_t head, first, count;  // first row = token * shared + head within the group
-  alignas(64) int32_t position[kMaxVectors * kLanes];
-  alignas(64) int32_t row[kMaxVectors * kLanes];
-  alignas(64) int32_t block[kMaxVectors * kLanes];
-  int32_t min_position, max_position, min_row, max_row, min_block, max_block;
-};
-
-void Describe(const Problem& p, Rows& rows) {
-  rows.min_position = rows.min_row = rows.min_block = std::numeric_limits<int32_t>::max();
-  rows.max_position = rows.max_row = rows.max_block = std::numeric_limits<int32_t>::min();
-  for (int i = 0; i < kMaxVectors * kLanes; ++i) {
-    if (i >= rows.count) {  // padding lanes see nothing
-      rows.position[i] = std::numeric_limits<int32_t>::min() / 2;
-      rows.row[i] = rows.block[i] = -1;
-      continue;
-    }
-    const int32_t token = (rows.first + i) / p.shared;
-    rows.position[i] = p.positions[token];
-    rows.row[i] = p.token_rows[token];
-    rows.block[i] = token / p.block_tokens;
-    rows.min_position = std::min(rows.min_position, rows.position[i]);
-    rows.max_position = std::max(rows.max_position, rows.position[i]);
-    rows.min_row = std::min(rows.min_row, rows.row[i]);
-    rows.max_row = std::max(rows.max_row, rows.row[i]);
-    rows.min_block = std::min(rows.min_block, rows.block[i]);
-    rows.max_block = std::max(rows.max_block, rows.block[i]);
-  }
+bool Sees(const Problem& p, int64_t token, const int32_t* item) {
+  return p.token_rows[token] >= item[kRowBegin] && p.token_rows[token] < item[kRowEnd] &&
+         token / p.block_tokens == item[kBlock];
 }
 
-// Scaled queries, turned back by an item's shift (item < 0: not turned); [d][lane] or [row][d].
-void LoadQueries(const Problem& p, const Rows& rows, int32_t item, bool by_lane, float* q) {
-  const int64_t half = p.head_dim / 2;
-  const int64_t lanes = by_lane ? (rows.count + kLanes - 1) / kLanes * kLanes : rows.count;
-  for (int64_t i = 0; i < lanes; ++i) {
-    const float* source = nullptr;
-    if (i < rows.count) {
-      const int64_t row = rows.first + i;
-      source = p.q + ((row / p.shared) * p.heads + rows.head * p.shared + row % p.shared) *
-                         p.head_dim;
+// The rows of a task from the first to the last that sees an item.
+struct Rows {
+  int64_t head, first, count = 0;
+  int32_t min_position = std::numeric_limits<int32_t>::max();
+  int32_t max_position = std::numeric_limits<int32_t>::min();
+  bool all = true;  // see the item
+  bool few;         // are of one token (a number that does not depend on the order of rows)
+
+  Rows(const Problem& p, const Task& task, const int32_t* item) : head(task.head) {
+    int64_t end = (task.first + task.count - 1) / p.shared + 1, token = task.first / p.shared;
+    while (token < end && !Sees(p, token, item)) ++token;
+    while (token < end && !Sees(p, end - 1, item)) --end;
+    first = std::max(token * p.shared, task.first);
+    count = std::max<int64_t>(std::min(end * p.shared, task.first + task.count) - first, 0);
+    few = end - token == 1 && p.shared <= kFewRows;
+    for (; token < end; ++token) {
+      all = all && Sees(p, token, item);
+      min_position = std::min(min_position, p.positions[token]);
+      max_position = std::max(max_position, p.positions[token]);
     }
+  }
+
+  Rows(const Problem& p, const Task& task)
+      : head(task.head), first(task.first), count(task.count) {
+    few = p.tokens == 1 && p.shared <= kFewRows;
+  }
+
+  // Whether a cell is outside the window of all rows.
+  bool Passed(const Problem& p, int32_t position) const {
+    return p.window && min_position - position >= p.window;
+  }
+};
+
+// Scaled queries [row][d], turned back by an item's shift (item < 0: not turned).
+void LoadQueries(const Problem& p, const Rows& rows, int32_t item, float* q) {
+  const int64_t half = p.head_dim / 2;
+  for (int64_t i = 0; i < rows.count; ++i, q += p.head_dim) {
+    const int64_t row = rows.first + i;
+    const float* source =
+        p.q + ((row / p.shared) * p.heads + rows.head * p.shared + row % p.shared) * p.head_dim;
     for (int64_t d = 0; d < half; ++d) {
-      float left = source ? source[d] * p.scale : 0.0f;
-      float right = source ? source[d + half] * p.scale : 0.0f;
-      if (item >= 0) {
-        const float c = p.cos[item * half + d], s = -p.sin[item * half + d];
-        const float turned = left * c - right * s;
-        right = right * c + left * s;
-        left = turned;
-      }
-      if (by_lane) {
-        q[d * lanes + i] = left;
-        q[(d + half) * lanes + i] = right;
-      } else {
-        q[i * p.head_dim + d] = left;
-        q[i * p.head_dim + d + half] = right;
-      }
+      const float left = source[d] * p.scale, right = source[d + half] * p.scale;
+      const float c = item < 0 ? 1.0f : p.cos[item * half + d];
+      const float s = item < 0 ? 0.0f : -p.sin[item * half + d];
+      q[d] = left * c - right * s;
+      q[d + half] = right * c + left * s;
     }
   }
 }
@@ -152,418 +157,324 @@ struct Cells {
   int count;
   int32_t base;         // context cells: position of the first
   const int32_t* item;  // context cells: their item; nullptr = the step's own tokens
-  const float* bias;    // the step's own tokens: row of tail_bias, at the task's first row
+  const bool* visible;  // the step's own tokens: where they stand in the row of the first token
   bool all_visible;
 };
 
-bool AllVisible(const Problem& p, const Rows& rows, const int32_t* item, int32_t last_position) {
-  return p.window == 0 && last_position <= rows.min_position && rows.min_row >= item[kRowBegin] &&
-         rows.max_row < item[kRowEnd] && rows.min_block == item[kBlock] &&
-         rows.max_block == item[kBlock];
-}
-
-// Add -inf to the scores [cell][lane] that a row must not see.
-template <int NV>
-void MaskLanes(const Problem& p, const Rows& rows, const Cells& cells, float* scores) {
-  constexpr int kWidth = NV * kLanes;
-  if (cells.item == nullptr) {
-    for (int c = 0; c < cells.count; ++c)
-      for (int at = 0; at < kWidth; at += kLanes) {
-        float* score = scores + c * kWidth + at;
-        Store(score, Load(score) + Load(cells.bias + c * p.tail_stride + at));
-      }
-    return;
-  }
+// Make the scores [row][kCells] that a row must not see -inf.
+void Mask(const Problem& p, const Rows& rows, const Cells& cells, float* scores) {
   const int32_t window = p.window ? p.window : std::numeric_limits<int32_t>::max();
-  for (int at = 0; at < kWidth; at += kLanes) {
-    const IntVec position = Load(rows.position + at), row = Load(rows.row + at);
-    const IntVec member = (row >= cells.item[kRowBegin]) & (row < cells.item[kRowEnd]) &
-                          (Load(rows.block + at) == cells.item[kBlock]);
+  for (int64_t r = 0; r < rows.count; ++r, scores += kCells) {
+    const int64_t token = (rows.first + r) / p.shared;
+    if (cells.item == nullptr) {
+      const bool* visible = cells.visible + token * p.all_tokens;
+      for (int c = 0; c < cells.count; ++c) scores[c] = visible[c] ? scores[c] : kMinusInf;
+      continue;
+    }
+    const bool sees = rows.all || Sees(p, token, cells.item);
     for (int c = 0; c < cells.count; ++c) {
-      const IntVec distance = position - (cells.base + c);
-      const IntVec visible = member & (distance >= 0) & (distance < window);
-      float* score = scores + c * kWidth + at;
-      Store(score, visible ? Load(score) : Splat(kMinusInf));
+      const int32_t distance = p.positions[token] - (cells.base + c);
+      scores[c] = sees & (distance >= 0) & (distance < window) ? scores[c] : kMinusInf;
     }
   }
 }
 
-bool Sees(const Problem& p, const Rows& rows, int lane, const Cells& cells, int cell) {
-  if (cells.item == nullptr) return cells.bias[cell * p.tail_stride + lane] == 0.0f;
-  const int32_t distance = rows.position[lane] - (cells.base + cell);
-  return rows.row[lane] >= cells.item[kRowBegin] && rows.row[lane] < cells.item[kRowEnd] &&
-         rows.block[lane] == cells.item[kBlock] && distance >= 0 &&
-         (p.window == 0 || distance < p.window);
-}
-
-// The next block is fetched into the second-level cache while this one is worked on, keys during
-// the scores and values during the mixture: broadcasts of single floats do not wake the hardware's
-// own prefetch, and the first level has no room to spare. A wrong guess costs nothing.
-constexpr int kLine = 16;  // floats per cache line
 inline void Fetch(const float* at) { __builtin_prefetch(at, 0, 2); }
 
-// Sums that a register tile holds: cells, then dims, times NV vectors, of the 32 registers.
-template <int NV>
-constexpr int kRegisterTile = NV == 1 ? 16 : NV == 2 ? 12 : NV == 3 ? 8 : NV == 4 ? 6 : 4;
-
-// Dims d ... d + N - 1 of the mixture: kept sums, plus weights [cell][lane] times values.
-template <int NV, int N>
-inline void MixLanes(const Cells& cells, const float* weights, const Vec* kept, int64_t d,
-                     const Sums& state) {
-  constexpr int kWidth = NV * kLanes;
-  const int64_t line = (d + kLine - 1) / kLine * kLine;  // the one that begins in this tile
-  Vec sum[N][NV];
-  float* mixed = state.mixed + d * kWidth;
-  for (int i = 0; i < N; ++i)
-    for (int j = 0; j < NV; ++j) sum[i][j] = Load(mixed + i * kWidth + j * kLanes) * kept[j];
-  for (int c = 0; c < cells.count; ++c) {
-    const float* value = cells.v + c * cells.stride + d;
-    if (line < d + N) Fetch(value + cells.count * cells.stride + (line - d));
-    Vec weight[NV];
-    for (int j = 0; j < NV; ++j) weight[j] = Load(weights + c * kWidth + j * kLanes);
+// c[R][W vectors] = c times kept (0 if null) + a[R][inner] times b[inner][W vectors]. Meanwhile as
+// much of what lies at `ahead` (if not null) is fetched into the second-level cache: loads that come
+// late do not wake the hardware's own prefetch. A wrong guess costs nothing. Each sum is added up in
+// the same order whatever R and W.
+template <int R, int W>
+void Multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t inner,
+              const float* kept, float* c, int64_t c_stride, const float* ahead) {
+  Vec sum[R][W];
 #pragma GCC unroll 16
-    for (int i = 0; i < N; ++i) {
-#pragma GCC unroll 8
-      for (int j = 0; j < NV; ++j) sum[i][j] += weight[j] * value[i];
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int j = 0; j < W; ++j)
+      sum[r][j] = kept ? Load(c + r * c_stride + j * kLanes) * kept[r] : Vec{};
+  for (int64_t i = 0; i < inner; ++i) {
+    Vec part[W];
+#pragma GCC unroll 2
+    for (int j = 0; j < W; ++j) {
+      if (ahead) Fetch(ahead + (i * W + j) * kLanes);
+      part[j] = Load(b + i * b_stride + j * kLanes);
     }
-  }
-  for (int i = 0; i < N; ++i)
-    for (int j = 0; j < NV; ++j) Store(mixed + i * kWidth + j * kLanes, sum[i][j]);
-}
-
-// Scores [cell][lane] of cells c ... c + N - 1, those past the last one left alone.
-template <int NV, int N>
-inline void ScoreLanes(const Cells& cells, const float* q, int64_t dim, int c, float* scores) {
-  constexpr int kWidth = NV * kLanes;
-  Vec sum[N][NV] = {};
-  const float* keys[N];
-  for (int i = 0; i < N; ++i)
-    keys[i] = cells.k + std::min(c + i, cells.count - 1) * cells.stride;
-  for (int i = 0; i < N; ++i)
-    for (int64_t d = 0; d < dim; d += kLine)
-      Fetch(cells.k + (cells.count + c + i) * cells.stride + d);
-  for (int64_t d = 0; d < dim; ++d) {
-    Vec column[NV];
-    for (int j = 0; j < NV; ++j) column[j] = Load(q + d * kWidth + j * kLanes);
 #pragma GCC unroll 16
-    for (int i = 0; i < N; ++i) {
-#pragma GCC unroll 8
-      for (int j = 0; j < NV; ++j) sum[i][j] += column[j] * keys[i][d];
+    for (int r = 0; r < R; ++r) {
+      const Vec factor = Splat(a[r * a_stride + i]);
+#pragma GCC unroll 2
+      for (int j = 0; j < W; ++j) sum[r][j] += part[j] * factor;
     }
   }
-  for (int i = 0; i < N && c + i < cells.count; ++i)
-    for (int j = 0; j < NV; ++j) Store(scores + (c + i) * kWidth + j * kLanes, sum[i][j]);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int j = 0; j < W; ++j) Store(c + r * c_stride + j * kLanes, sum[r][j]);
 }
 
-// One block of cells against NV vectors of rows.
-template <int NV>
-void VisitLanes(const Problem& p, const Rows& rows, const Cells& cells, const float* q,
-                const Sums& state) {
-  constexpr int kTile = kRegisterTile<NV>;
-  constexpr int kWidth = NV * kLanes;
-  const int64_t dim = p.head_dim;
-  alignas(64) float scores[kCells * kWidth];
-  int c = 0;
-  for (; c + kTile <= cells.count; c += kTile) ScoreLanes<NV, kTile>(cells, q, dim, c, scores);
-  for (; c < cells.count; c += 4) ScoreLanes<NV, 4>(cells, q, dim, c, scores);
-  if (!cells.all_visible) MaskLanes<NV>(p, rows, cells, scores);
-  Vec kept[NV];
-  for (int j = 0; j < NV; ++j) {
-    const Vec before = Load(state.peak + j * kLanes);
-    Vec peak = before;
-    for (int c = 0; c < cells.count; ++c) peak = Max(peak, Load(scores + c * kWidth + j * kLanes));
-    const Vec floor = peak > kMinusInf ? peak : Vec{};
-    kept[j] = Exp2(before - floor);
-    Vec total = Load(state.total + j * kLanes) * kept[j];
-    for (int c = 0; c < cells.count; ++c) {
-      float* at = scores + c * kWidth + j * kLanes;
-      const Vec weight = Exp2(Load(at) - floor);
-      Store(at, weight);
-      total += weight;
-    }
-    Store(state.peak + j * kLanes, peak);
-    Store(state.total + j * kLanes, total);
+// One kPanel of columns of all rows, in tiles of rows as even as can be.
+template <int W, int... I>
+void MultiplyRows(std::integer_sequence<int, I...>, int64_t rows, const float* a, int64_t a_stride,
+                  const float* b, int64_t b_stride, int64_t inner, const float* kept, float* c,
+                  int64_t c_stride, const float* ahead) {
+  static constexpr decltype(&Multiply<1, W>) kOf[] = {Multiply<I + 1, W>...};
+  const int64_t tiles = CeilDiv(rows, kTileRows);
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t first = rows * tile / tiles, count = rows * (tile + 1) / tiles - first;
+    kOf[count - 1](a + first * a_stride, a_stride, b, b_stride, inner,
+                   kept ? kept + first : nullptr, c + first * c_stride, c_stride,
+                   tile == 0 ? ahead : nullptr);
   }
-  int64_t d = 0;
-  for (; d + kTile <= dim; d += kTile) MixLanes<NV, kTile>(cells, scores, kept, d, state);
-  for (; d + 4 <= dim; d += 4) MixLanes<NV, 4>(cells, scores, kept, d, state);
-  for (; d < dim; d += 2) MixLanes<NV, 2>(cells, scores, kept, d, state);
 }
 
-// One block of cells against R <= kFewRows rows, lanes along d.
+// The same for any number of vectors; panels of b are `b_panel` floats apart.
+void MultiplyAll(int64_t rows, int64_t vectors, const float* a, int64_t a_stride, const float* b,
+                 int64_t b_stride, int64_t b_panel, int64_t inner, const float* kept, float* c,
+                 int64_t c_stride, const float* ahead) {
+  constexpr std::make_integer_sequence<int, kTileRows> kCounts;
+  for (; vectors > 1; vectors -= 2, b += b_panel, c += kPanel) {
+    MultiplyRows<2>(kCounts, rows, a, a_stride, b, b_stride, inner, kept, c, c_stride, ahead);
+    if (ahead) ahead += inner * kPanel;
+  }
+  if (vectors)
+    MultiplyRows<1>(kCounts, rows, a, a_stride, b, b_stride, inner, kept, c, c_stride, ahead);
+}
+
+// Keys as panels [d][kPanel]; the last one is repeated up to a whole vector.
+void Transpose(const Cells& cells, int64_t dim, float* keys) {
+  const int padded = CeilDiv(cells.count, kLanes) * kLanes;
+  for (int c = 0; c < padded; c += 4) {
+    const float* from[4];
+    for (int i = 0; i < 4; ++i) from[i] = cells.k + std::min(c + i, cells.count - 1) * cells.stride;
+    float* to = keys + c / kPanel * kPanel * dim + c % kPanel;
+    for (int64_t d = 0; d < dim; d += 4, to += 4 * kPanel) {
+      const Quad k0 = LoadQuad(from[0] + d), k1 = LoadQuad(from[1] + d);
+      const Quad k2 = LoadQuad(from[2] + d), k3 = LoadQuad(from[3] + d);
+      const Quad low0 = SHUFFLE_QUADS(k0, k1, 0, 4, 1, 5), low2 = SHUFFLE_QUADS(k2, k3, 0, 4, 1, 5);
+      const Quad top0 = SHUFFLE_QUADS(k0, k1, 2, 6, 3, 7), top2 = SHUFFLE_QUADS(k2, k3, 2, 6, 3, 7);
+      Store(to, SHUFFLE_QUADS(low0, low2, 0, 1, 4, 5));
+      Store(to + kPanel, SHUFFLE_QUADS(low0, low2, 2, 3, 6, 7));
+      Store(to + 2 * kPanel, SHUFFLE_QUADS(top0, top2, 0, 1, 4, 5));
+      Store(to + 3 * kPanel, SHUFFLE_QUADS(top0, top2, 2, 3, 6, 7));
+    }
+  }
+}
+
+// Scores [row][kCells] of R <= kFewRows rows.
 template <int R>
-void VisitFew(const Problem& p, const Rows& rows, const Cells& cells, const float* q,
-              const Sums& state) {
-  constexpr int kCellsAtOnce = kLanes / kFewRows;
-  const int64_t dim = p.head_dim;
-  alignas(64) float scores[kFewCells * kFewRows];  // [cell][row]
-  for (int c = 0; c < cells.count; c += kCellsAtOnce) {
-    Vec sum[kCellsAtOnce][kFewRows] = {};
-    const float* keys[kCellsAtOnce];
-    for (int i = 0; i < kCellsAtOnce; ++i)
-      keys[i] = cells.k + std::min(c + i, cells.count - 1) * cells.stride;
+void ScoreFew(const Cells& cells, const float* q, int64_t dim, float* scores, const float* ahead) {
+  for (int c = 0; c < cells.count; c += 4) {
+    Vec sum[4][4] = {};
+    const float* keys[4];
+    for (int i = 0; i < 4; ++i) keys[i] = cells.k + std::min(c + i, cells.count - 1) * cells.stride;
     for (int64_t d = 0; d < dim; d += kLanes) {
 #pragma GCC unroll 4
-      for (int i = 0; i < kCellsAtOnce; ++i) {
+      for (int i = 0; i < 4; ++i) {
+        if (ahead) Fetch(ahead + (c + i) * dim + d);
         const Vec part = Load(keys[i] + d);
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) sum[i][r] += Load(q + r * dim + d) * part;
+        for (int r = 0; r < R; ++r) sum[r][i] += Load(q + r * dim + d) * part;
       }
     }
-    Store(scores + c * kFewRows, SumEach(sum));
-  }
-  if (!cells.all_visible) {
-    for (int c = 0; c < cells.count; ++c)
-      for (int r = 0; r < R; ++r)
-        if (!Sees(p, rows, r, cells, c)) scores[c * kFewRows + r] = kMinusInf;
-  }
-  const int padded = (cells.count + kCellsAtOnce - 1) / kCellsAtOnce * kCellsAtOnce;
-  std::fill(scores + cells.count * kFewRows, scores + padded * kFewRows, kMinusInf);
-  Vec highest = Load(scores);
-  for (int c = kCellsAtOnce; c < padded; c += kCellsAtOnce)
-    highest = Max(highest, Load(scores + c * kFewRows));
-  float kept[R];
-  Vec floors = {};
-  for (int r = 0; r < R; ++r) {
-    float peak = state.peak[r];
-    for (int i = r; i < kLanes; i += kFewRows) peak = std::max(peak, highest[i]);
-    const float floor = peak > kMinusInf ? peak : 0.0f;
-    for (int i = r; i < kLanes; i += kFewRows) floors[i] = floor;
-    kept[r] = state.peak[r] > kMinusInf ? std::exp2(state.peak[r] - floor) : 0.0f;
-    state.peak[r] = peak;
-  }
-  Vec totals = {};
-  for (int c = 0; c < padded; c += kCellsAtOnce) {
-    const Vec weight = Exp2(Load(scores + c * kFewRows) - floors);
-    Store(scores + c * kFewRows, weight);
-    totals += weight;
-  }
-  for (int r = 0; r < R; ++r) {
-    float total = 0.0f;
-    for (int i = r; i < kLanes; i += kFewRows) total += totals[i];
-    state.total[r] = state.total[r] * kept[r] + total;
-  }
-  constexpr int kWide = 4;  // vectors of d at a time
-  for (int64_t d = 0; d < dim; d += kWide * kLanes) {
-    const int wide = std::min<int64_t>(kWide, (dim - d) / kLanes);
-    Vec sum[R][kWide];
-    for (int r = 0; r < R; ++r)
-      for (int j = 0; j < wide; ++j)
-        sum[r][j] = Load(state.mixed + r * dim + d + j * kLanes) * kept[r];
-    if (wide == kWide) {
-      for (int c = 0; c < cells.count; ++c) {
-        const float* value = cells.v + c * cells.stride + d;
-#pragma GCC unroll 4
-        for (int j = 0; j < kWide; ++j) {
-          const Vec part = Load(value + j * kLanes);
-#pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) sum[r][j] += part * scores[c * kFewRows + r];
-        }
-      }
-    } else {
-      for (int c = 0; c < cells.count; ++c)
-        for (int j = 0; j < wide; ++j)
-          for (int r = 0; r < R; ++r)
-            sum[r][j] +=
-                Load(cells.v + c * cells.stride + d + j * kLanes) * scores[c * kFewRows + r];
-    }
-    for (int r = 0; r < R; ++r)
-      for (int j = 0; j < wide; ++j)
-        Store(state.mixed + r * dim + d + j * kLanes, sum[r][j]);
+    float all[kLanes];
+    Store(all, SumEach(sum));
+    for (int r = 0; r < R; ++r) Store(scores + r * kCells + c, LoadQuad(all + 4 * r));
   }
 }
 
-using Visit = void (*)(const Problem&, const Rows&, const Cells&, const float*, const Sums&);
-
-Visit VisitorOf(int64_t count) {
-  static constexpr Visit kFew[] = {VisitFew<1>, VisitFew<2>, VisitFew<3>, VisitFew<4>};
-  static constexpr Visit kMany[] = {VisitLanes<1>, VisitLanes<2>, VisitLanes<3>,
-                                    VisitLanes<4>, VisitLanes<5>, VisitLanes<6>};
-  if (count <= kFewRows) return kFew[count - 1];
-  return kMany[(count + kLanes - 1) / kLanes - 1];
-}
-
-// Rows of one head over a share of the context, given as a range of cells counted over all items.
-struct Task {
-  int64_t head, first, count, begin, end, group;
-  bool tail;
+struct Scratch {  // of a thread
+  alignas(64) float queries[kMaxRows * kMaxDim];
+  alignas(64) float keys[kMaxDim * kCells];
+  alignas(64) float scores[kMaxRows * kCells];
 };
 
-// How many of a task's rows are visited by lane; the few others follow them.
-int64_t RowsByLane(int64_t count) {
-  if (count <= kFewRows) return 0;
-  const int64_t rest = count % kLanes;
-  return count > kLanes && rest <= kFewRows ? count - rest : count;
+// One block of cells against the rows; peak, total and mixed are those of the first.
+void Visit(const Problem& p, const Rows& rows, const Cells& cells, Scratch& scratch, float* peak,
+           float* total, float* mixed) {
+  const int64_t dim = p.head_dim, vectors = CeilDiv(cells.count, kLanes);
+  const bool whole = cells.item && cells.count == kCells;
+  // Sums must not depend on where in a step a row's own tokens stand.
+  const bool in_order = cells.item == nullptr && p.tokens <= kCells;
+  const float* next_k = whole ? cells.k + kCells * dim : nullptr;
+  const float* next_v = whole ? cells.v + kCells * dim : nullptr;
+  const float* q = scratch.queries;
+  float* scores = scratch.scores;
+  if (rows.few) {
+    static constexpr decltype(&ScoreFew<1>) kOf[] = {ScoreFew<1>, ScoreFew<2>, ScoreFew<3>,
+                                                     ScoreFew<4>};
+    kOf[rows.count - 1](cells, q, dim, scores, next_k);
+  } else {
+    Transpose(cells, dim, scratch.keys);
+    MultiplyAll(rows.count, vectors, q, dim, scratch.keys, kPanel, dim * kPanel, dim, nullptr,
+                scores, kCells, next_k);
+  }
+  if (!cells.all_visible) Mask(p, rows, cells, scores);
+  alignas(64) float floor[kMaxRows], kept[kMaxRows];
+  for (int64_t r = 0; r < rows.count; ++r) {
+    float* row = scores + r * kCells;
+    std::fill(row + cells.count, row + vectors * kLanes, kMinusInf);
+    Vec highest = Load(row);
+    for (int j = 1; j < vectors; ++j) highest = Max(highest, Load(row + j * kLanes));
+    const float before = peak[r];
+    peak[r] = std::max(before, Highest(highest));
+    floor[r] = peak[r] > kMinusInf ? peak[r] : 0.0f;
+    kept[r] = before - floor[r];
+  }
+  for (int64_t r = 0; r < rows.count; r += kLanes) Store(kept + r, Exp2(Load(kept + r)));
+  for (int64_t r = 0; r < rows.count; ++r) {
+    Vec sum = {};
+    for (int j = 0; j < vectors; ++j) {
+      float* at = scores + r * kCells + j * kLanes;
+      const Vec weight = Exp2(Load(at) - floor[r]);
+      Store(at, weight);
+      sum += weight;
+    }
+    total[r] *= kept[r];
+    if (in_order)
+      for (int c = 0; c < cells.count; ++c) total[r] += scores[r * kCells + c];
+    else
+      total[r] += Total(sum);
+  }
+  MultiplyAll(rows.count, dim / kLanes, scores, kCells, cells.v, cells.stride, kPanel, cells.count,
+              kept, mixed, dim, next_v);
 }
 
-int64_t WholeVectors(int64_t lanes) { return (lanes + kLanes - 1) / kLanes * kLanes; }
-
-// Rows of a task that are visited alike.
-struct Part {
-  Rows rows;
-  Sums sums;
-  Visit visit;
-  bool by_lane;
-  alignas(64) float queries[kMaxDim * kMaxVectors * kLanes];
-
-  void Begin(const Problem& p, const Task& task, int64_t first, int64_t count, State& state) {
-    rows.head = task.head;
-    rows.first = task.first + first;
-    rows.count = count;
-    Describe(p, rows);
-    visit = VisitorOf(count);
-    by_lane = count > kFewRows;
-    sums = {state.peak + first, state.total + first, state.mixed + first * p.head_dim};
-    const int64_t lanes = by_lane ? WholeVectors(count) : count;
-    std::fill_n(sums.peak, lanes, kMinusInf);
-    std::fill_n(sums.total, lanes, 0.0f);
-    std::fill_n(sums.mixed, lanes * p.head_dim, 0.0f);
+// Whether a task's rows see any of the step's own tokens from `first` on, a block of them.
+bool SeesAny(const Problem& p, const Task& task, int64_t first) {
+  const int64_t end = (task.first + task.count - 1) / p.shared + 1;
+  for (int64_t token = task.first / p.shared; token < end; ++token) {
+    const bool* visible = p.tail_visible + token * p.all_tokens + first;
+    if (std::memchr(visible, true, std::min<int64_t>(kCells, p.tokens - first))) return true;
   }
+  return false;
+}
 
-  bool Meets(const int32_t* item) const {
-    return rows.max_row >= item[kRowBegin] && rows.min_row < item[kRowEnd] &&
-           rows.max_block >= item[kBlock] && rows.min_block <= item[kBlock];
-  }
-
-  // Whether a cell is outside the window of all rows.
-  bool Passed(const Problem& p, int32_t position) const {
-    return p.window && rows.min_position - position >= p.window;
-  }
-
-  void VisitTail(const Problem& p) {
-    LoadQueries(p, rows, -1, by_lane, queries);
-    const int64_t block = by_lane ? kCells : kFewCells;
-    for (int64_t token = 0; token < p.tokens; token += block) {
+void Run(const Problem& p, const Task& task, const State& state) {
+  static thread_local Scratch scratch;
+  std::fill_n(state.peak, task.count, kMinusInf);
+  std::fill_n(state.total, task.count, 0.0f);
+  std::fill_n(state.mixed, task.count * p.head_dim, 0.0f);
+  const auto visit = [&](const Rows& rows, const Cells& cells) {
+    const int64_t r = rows.first - task.first;
+    Visit(p, rows, cells, scratch, state.peak + r, state.total + r,
+          state.mixed + r * p.head_dim);
+  };
+  if (task.tail) {
+    const Rows rows(p, task);
+    LoadQueries(p, rows, -1, scratch.queries);
+    for (int64_t token = 0; token < p.tokens; token += kCells) {
+      if (!SeesAny(p, task, token)) continue;
       Cells cells;
       cells.stride = p.kv_heads * p.head_dim;
       cells.k = p.k_tail + token * cells.stride + rows.head * p.head_dim;
       cells.v = p.v_tail + token * cells.stride + rows.head * p.head_dim;
-      cells.count = std::min(block, p.tokens - token);
+      cells.count = std::min<int64_t>(kCells, p.tokens - token);
       cells.base = 0;
       cells.item = nullptr;
-      cells.bias = p.tail_bias + token * p.tail_stride + rows.first;
+      cells.visible = p.tail_visible + token;
       cells.all_visible = false;
-      visit(p, rows, cells, queries, sums);
+      visit(rows, cells);
     }
   }
-
-  // Cells `begin` to `end` of an item, counted from its first.
-  void VisitItem(const Problem& p, const int32_t* item, int64_t begin, int64_t end) {
-    const int64_t block = by_lane ? kCells : kFewCells;
-    for (int64_t at = begin; at < end; at += block) {
-      const int64_t cell = item[kFirst] + at;
-      const int64_t flat = rows.head * p.cells + item[kStart] + cell;
-      Cells cells;
-      cells.stride = p.head_dim;
-      cells.k = p.k_cells + flat * p.head_dim;
-      cells.v = p.v_cells + flat * p.head_dim;
-      cells.count = std::min(block, end - at);
-      cells.base = item[kBase] + static_cast<int32_t>(cell);
-      // Most of a long context is outside a sliding window, or behind a repair.
-      if (cells.base > rows.max_position || Passed(p, cells.base + cells.count - 1)) continue;
-      cells.item = item;
-      cells.bias = nullptr;
-      cells.all_visible = AllVisible(p, rows, item, cells.base + cells.count - 1);
-      visit(p, rows, cells, queries, sums);
-    }
-  }
-};
-
-void Run(const Problem& p, const Task& task, State& state) {
-  static thread_local Part parts[2];
-  int num_parts = 0;
-  const int64_t by_lane = RowsByLane(task.count);
-  if (by_lane > 0) parts[num_parts++].Begin(p, task, 0, by_lane, state);
-  if (by_lane < task.count)
-    parts[num_parts++].Begin(p, task, by_lane, task.count - by_lane, state);
-  if (task.tail)
-    for (int i = 0; i < num_parts; ++i) parts[i].VisitTail(p);
-  bool loaded = false;
-  int32_t shift = 0;
-  int64_t counted = 0;
+  int64_t counted = 0, loaded_first = -1, loaded_count = 0;
+  int32_t loaded_shift = 0;
   for (int32_t index = 0; index < p.num_items && counted < task.end; ++index) {
     const int32_t* item = p.items + index * kColumns;
     const int64_t length = std::max(item[kFill] - item[kFirst], 0);
     const int64_t begin = std::max<int64_t>(task.begin - counted, 0);
     const int64_t end = std::min(task.end - counted, length);
     counted += length;
-    bool meets[2] = {};
-    for (int i = 0; i < num_parts; ++i) meets[i] = parts[i].Meets(item);
-    if (begin >= end || !(meets[0] || meets[1])) continue;
-    if (!loaded || item[kShift] != shift) {
-      shift = item[kShift];
-      loaded = true;
-      for (int i = 0; i < num_parts; ++i)
-        LoadQueries(p, parts[i].rows, shift ? index : -1, parts[i].by_lane, parts[i].queries);
+    if (begin >= end) continue;
+    const Rows rows(p, task, item);
+    if (rows.count == 0) continue;
+    if (item[kShift] != loaded_shift || rows.first != loaded_first || rows.count != loaded_count) {
+      loaded_shift = item[kShift];
+      loaded_first = rows.first;
+      loaded_count = rows.count;
+      LoadQueries(p, rows, loaded_shift ? index : -1, scratch.queries);
     }
-    for (int64_t at = begin; at < end; at += kCells)  // all parts while the block is in cache
-      for (int i = 0; i < num_parts; ++i)
-        if (meets[i]) parts[i].VisitItem(p, item, at, std::min(at + kCells, end));
+    for (int64_t at = begin; at < end; at += kCells) {
+      const int64_t cell = item[kFirst] + at;
+      const int64_t flat = rows.head * p.cells + item[kStart] + cell;
+      Cells cells;
+      cells.stride = p.head_dim;
+      cells.k = p.k_cells + flat * p.head_dim;
+      cells.v = p.v_cells + flat * p.head_dim;
+      cells.count = std::min<int64_t>(kCells, end - at);
+      cells.base = item[kBase] + static_cast<int32_t>(cell);
+      // Most of a long context is outside a sliding window, or behind a repair.
+      const int32_t last = cells.base + cells.count - 1;
+      if (cells.base > rows.max_position || rows.Passed(p, last)) continue;
+      cells.item = item;
+      cells.visible = nullptr;
+      cells.all_visible = rows.all && p.window == 0 && last <= rows.min_position;
+      visit(rows, cells);
+    }
   }
 }
 
 // Merge the shares of one group of rows, normalize, and write them out.
-void Finish(const Problem& p, const Task& task, const State* shares, int64_t num_shares) {
-  const int64_t by_lane = RowsByLane(task.count);
-  const int64_t lanes = WholeVectors(by_lane);
-  std::vector<float> weight(num_shares);
+void Finish(const Problem& p, const Task& task, const std::vector<State>& shares) {
+  std::vector<float> weight(shares.size());
   for (int64_t i = 0; i < task.count; ++i) {
     float peak = kMinusInf, total = 0.0f;
-    for (int64_t s = 0; s < num_shares; ++s) peak = std::max(peak, shares[s].peak[i]);
-    for (int64_t s = 0; s < num_shares; ++s) {
+    for (const State& share : shares) peak = std::max(peak, share.peak[i]);
+    for (size_t s = 0; s < shares.size(); ++s) {
       weight[s] = shares[s].peak[i] > kMinusInf ? std::exp2(shares[s].peak[i] - peak) : 0.0f;
       total += weight[s] * shares[s].total[i];
     }
     const int64_t row = task.first + i;
     float* out = p.out + ((row / p.shared) * p.heads + task.head * p.shared + row % p.shared) *
                              p.head_dim;
-    for (int64_t d = 0; d < p.head_dim; ++d) {
-      float sum = 0.0f;
-      for (int64_t s = 0; s < num_shares; ++s)
-        if (weight[s] > 0.0f)
-          sum += weight[s] * shares[s].mixed[i < by_lane ? d * lanes + i : i * p.head_dim + d];
-      out[d] = total > 0.0f ? sum / total : 0.0f;
+    for (int64_t d = 0; d < p.head_dim; d += kLanes) {
+      Vec sum = {};
+      for (size_t s = 0; s < shares.size(); ++s)
+        if (weight[s] > 0.0f) sum += Load(shares[s].mixed + i * p.head_dim + d) * weight[s];
+      Store(out + d, total > 0.0f ? sum / total : Vec{});
     }
   }
 }
 
 // What threads share; outlives the call in the hands of a thread that came too late.
-struct Job {
+struct Call {
   Problem problem;
   std::vector<Task> tasks;
-  std::vector<std::unique_ptr<std::atomic<int64_t>>> left;  // shares per group
-  std::unique_ptr<State[]> states;  // one per task, if groups have several shares
-  int64_t num_shares;
-  std::atomic<int64_t> next{0};
-  std::atomic<int64_t> done{0};
+  std::vector<std::atomic<int64_t>> left;  // shares per group, if several
+  std::unique_ptr<float[]> states;         // of all tasks, if groups have several shares
+  int64_t num_shares, state_size;
 
-  void Work() {
-    const int64_t count = static_cast<int64_t>(tasks.size());
-    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
-      const Task& task = tasks[i];
-      if (num_shares == 1) {
-        static thread_local State state;
-        Run(problem, task, state);
-        Finish(problem, task, &state, 1);
-      } else {
-        Run(problem, task, states[i]);
-        if (left[task.group]->fetch_sub(1) == 1)
-          Finish(problem, task, &states[task.group * num_shares], num_shares);
-      }
-      done.fetch_add(1, std::memory_order_release);
+  State StateOf(int64_t index) const {
+    return State(states.get() + index * state_size, tasks[index].count, problem.head_dim);
+  }
+
+  void Do(int64_t index) {
+    const Task& task = tasks[index];
+    if (num_shares == 1) {
+      alignas(64) static thread_local float only[kMaxRows * (2 + kMaxDim)];
+      const State state(only, task.count, problem.head_dim);
+      Run(problem, task, state);
+      Finish(problem, task, {state});
+      return;
     }
+    Run(problem, task, StateOf(index));
+    if (left[task.group].fetch_sub(1) > 1) return;
+    std::vector<State> shares;
+    for (int64_t s = 0; s < num_shares; ++s) shares.push_back(StateOf(task.group * num_shares + s));
+    Finish(problem, task, shares);
   }
 };
 
 ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k_tail,
                   ffi::Buffer<ffi::F32> v_tail, ffi::Buffer<ffi::S32> positions,
-                  ffi::Buffer<ffi::S32> token_rows, ffi::Buffer<ffi::F32> tail_bias,
+                  ffi::Buffer<ffi::S32> token_rows, ffi::Buffer<ffi::PRED> tail_visible,
                   ffi::Buffer<ffi::F32> k_pages, ffi::Buffer<ffi::F32> v_pages,
                   ffi::Buffer<ffi::S32> items, ffi::Buffer<ffi::S32> count,
                   ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, int32_t block_tokens,
                   int32_t window, ffi::Result<ffi::Buffer<ffi::F32>> out) {
-  auto job = std::make_shared<Job>();
-  Problem& p = job->problem;
+  auto call = std::make_shared<Call>();
+  Problem& p = call->problem;
   p.tokens = q.dimensions()[0];
   p.heads = q.dimensions()[1];
   p.head_dim = q.dimensions()[2];
@@ -583,8 +494,8 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   p.positions = positions.typed_data();
   p.token_rows = token_rows.typed_data();
   p.items = items.typed_data();
-  p.tail_bias = tail_bias.typed_data();
-  p.tail_stride = tail_bias.dimensions()[1];
+  p.tail_visible = tail_visible.typed_data();
+  p.all_tokens = p.tokens;
   p.num_items = count.typed_data()[0];
   p.out = out->typed_data();
   if (p.head_dim % kLanes || p.head_dim > kMaxDim)
@@ -594,39 +505,42 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   for (int32_t i = 0; i < p.num_items; ++i)
     context += std::max(p.items[i * kColumns + kFill] - p.items[i * kColumns + kFirst], 0);
   // Padding at the end costs nothing: questions are rarely as long as the step's shape.
-  const int64_t all_tokens = p.tokens;
   while (p.tokens > 0 && p.token_rows[p.tokens - 1] >= kPaddingRow) --p.tokens;
-  std::fill(p.out + p.tokens * p.heads * p.head_dim, p.out + all_tokens * p.heads * p.head_dim,
+  std::fill(p.out + p.tokens * p.heads * p.head_dim, p.out + p.all_tokens * p.heads * p.head_dim,
             0.0f);
   if (p.tokens == 0) return ffi::Error::Success();
   const int64_t rows = p.tokens * p.shared;
-  const int64_t widest = kMaxVectors * kLanes;
-  const int64_t chunks = (rows + widest - 1) / widest;
-  const int64_t per_chunk = (rows + chunks - 1) / chunks;
-  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t chunks = CeilDiv(rows, kMaxRows);
+  const int64_t per_chunk = CeilDiv(rows, chunks);
   // Enough shares that the threads stay even, none so short that the merge would show.
-  const int64_t wanted = (4 * threads + p.kv_heads * chunks - 1) / (p.kv_heads * chunks);
-  job->num_shares = std::max<int64_t>(1, std::min(wanted, context / 256));
+  int64_t wanted = CeilDiv(4 * NumThreads(pool), p.kv_heads * chunks);
+  // As many tasks for each thread, if a few more shares do.
+  for (int64_t more = wanted; more < 2 * wanted; ++more) {
+    if (more * p.kv_heads * chunks % NumThreads(pool)) continue;
+    wanted = more;
+    break;
+  }
+  call->num_shares = std::max<int64_t>(1, std::min(wanted, context / 256));
   for (int64_t head = 0; head < p.kv_heads; ++head) {
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
       const int64_t group = head * chunks + chunk;
       const int64_t first = chunk * per_chunk;
-      for (int64_t share = 0; share < job->num_shares; ++share) {
+      for (int64_t share = 0; share < call->num_shares; ++share) {
         const auto edge = [&](int64_t s) {
-          return s == job->num_shares ? context : context * s / job->num_shares / kCells * kCells;
+          return s == call->num_shares ? context : context * s / call->num_shares / kCells * kCells;
         };
-        job->tasks.push_back({head, first, std::min(per_chunk, rows - first), edge(share),
+        call->tasks.push_back({head, first, std::min(per_chunk, rows - first), edge(share),
                               edge(share + 1), group, share == 0});
       }
-      job->left.push_back(std::make_unique<std::atomic<int64_t>>(job->num_shares));
     }
   }
-  if (job->num_shares > 1) job->states.reset(new State[job->tasks.size()]);
-  const int64_t helpers = std::min<int64_t>(threads, job->tasks.size()) - 1;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([job] { job->Work(); });
-  job->Work();
-  while (job->done.load(std::memory_order_acquire) < static_cast<int64_t>(job->tasks.size()))
-    std::this_thread::yield();
+  if (call->num_shares > 1) {
+    call->state_size = CeilDiv(State::Size(per_chunk, p.head_dim), kLanes) * kLanes;
+    call->states.reset(new float[call->state_size * call->tasks.size()]);
+    call->left = std::vector<std::atomic<int64_t>>(p.kv_heads * chunks);
+    for (auto& left : call->left) left = call->num_shares;
+  }
+  ShareTasks(pool, call->tasks.size(), [call](int64_t index) { call->Do(index); });
   return ffi::Error::Success();
 }
 
@@ -640,7 +554,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxstateAttention, Attend,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()

@@ -39,23 +39,13 @@ def build(cache_dir: pathlib.Path) -> None:
     cpu_library.build(SOURCE, "JaxstateAttention", TARGET, cache_dir)
 
 
-def tail_bias(visible: jax.Array, shared: int) -> jax.Array:
-    """Lay a [tokens, tokens] bool mask (row = query token) out as the kernel reads it.
-
-    [tokens, tokens * shared + 16] f32, row = token seen, column = query row; 0 or -inf. The
-    columns at the end let the kernel read whole vectors.
-    """
-    bias = jnp.where(visible.T, jnp.float32(0), jnp.float32(-np.inf))
-    return jnp.pad(jnp.repeat(bias, shared, axis=1), ((0, 0), (0, 16)))
-
-
 def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     positions: jax.Array,
     token_rows: jax.Array,
-    bias: jax.Array,
+    visible: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
     work: Sequence[WorkList],
@@ -70,7 +60,7 @@ def attention(
     may be of any length, and all lists are read in one pass.
 
     Args:
-      bias: from `tail_bias`, position rule and window included.
+      visible: from `attention_xla.tail_visible`.
     Returns:
       [tokens, num_heads, head_dim] f32; 0 where nothing is visible.
     """
@@ -80,6 +70,6 @@ def attention(
     sin = jnp.concatenate([angles.sin for angles in shifts])
     count = jnp.full(1, items.shape[0], jnp.int32) if len(work) > 1 else work[0].count.reshape(1)
     return call(
-        q, k, v, positions, token_rows, bias, k_pages, v_pages, items, count, cos, sin,
+        q, k, v, positions, token_rows, visible, k_pages, v_pages, items, count, cos, sin,
         block_tokens=np.int32(block_tokens), window=np.int32(window or 0),
     )  # fmt: skip

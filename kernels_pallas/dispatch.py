@@ -141,21 +141,6 @@ def stretch_cells(implementation: str, num_cells: int) -> tuple[int, ...]:
     return tuple(sorted({min(1024, num_cells), min(128, num_cells)}, reverse=True))
 
 
-def prepare_tail(
-    implementation: str,
-    positions: jax.Array,
-    tail_mask: jax.Array,
-    *,
-    window: int | None,
-    heads_per_kv_head: int,
-) -> jax.Array:
-    """Lay the tail mask, position rule applied, out as `attend` needs it; once per step."""
-    visible = attention_xla.tail_visible(positions, tail_mask, window)
-    if implementation == "cpu":
-        return attention_cpu.tail_bias(visible, heads_per_kv_head)
-    return visible
-
-
 def attend(
     implementation: str,
     q: jax.Array,
@@ -176,7 +161,7 @@ def attend(
 ) -> jax.Array:
     """Attend a step's tokens to each other and to their context: [tokens, num_heads, D] f32.
 
-    Arguments as in attention_xla; `tail` is from `prepare_tail`.
+    Arguments as in attention_xla; `tail` is from `attention_xla.tail_visible`.
 
     Raises:
       NotImplementedError: a selection, which the kernel for CPUs does not take.

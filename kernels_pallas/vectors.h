@@ -3,6 +3,7 @@
 #ifndef JAXSTATE_KERNELS_VECTORS_H_
 #define JAXSTATE_KERNELS_VECTORS_H_
 
+#include <algorithm>
 #include <cstdint>
 
 namespace {
@@ -20,11 +21,39 @@ inline void Store(float* p, Vec v) { *reinterpret_cast<LooseVec*>(p) = v; }
 inline Vec Splat(float x) { return x - Vec{}; }
 inline Vec Max(Vec a, Vec b) { return a > b ? a : b; }
 
+// Four floats, which every machine shuffles in one instruction.
+typedef float Quad __attribute__((vector_size(16)));
+typedef int32_t IntQuad __attribute__((vector_size(16)));
+typedef float LooseQuad __attribute__((vector_size(16), aligned(4), may_alias));
+
+inline Quad LoadQuad(const float* p) { return *reinterpret_cast<const LooseQuad*>(p); }
+inline void Store(float* p, Quad v) { *reinterpret_cast<LooseQuad*>(p) = v; }
+
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define SHUFFLE_QUADS SHUFFLE
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
+#define SHUFFLE_QUADS(a, b, ...) __builtin_shuffle(a, b, IntQuad{__VA_ARGS__})
 #endif
+
+// The largest lane, and the sum of all lanes.
+inline float Highest(Vec v) {
+  float lanes[kLanes];
+  Store(lanes, v);
+  Quad most = LoadQuad(lanes);
+  for (int i = 4; i < kLanes; i += 4) {
+    const Quad other = LoadQuad(lanes + i);
+    most = most > other ? most : other;
+  }
+  return std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
+}
+inline float Total(Vec v) {
+  float lanes[kLanes];
+  Store(lanes, v);
+  const Quad sum = LoadQuad(lanes) + LoadQuad(lanes + 4) + LoadQuad(lanes + 8) + LoadQuad(lanes + 12);
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
 
 // Fold two vectors, or pairs of them, into one: half as many lanes hold the sums of each.
 inline Vec FoldLanes(Vec a, Vec b) {

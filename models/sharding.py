@@ -90,11 +90,6 @@ class Sharding:
             return self.kv_heads // self.mesh.shape[self.axis]
         return max(share * self.kv_heads // self.heads, 1)
 
-    @property
-    def local_heads_per_kv_head(self) -> int:
-        """Query heads of one device that share a key/value head."""
-        return self._local_heads // self.local_kv_heads
-
     def own_kv_heads(self, x: jax.Array, dimension: int) -> jax.Array:
         """Take what this device's query heads read out of all key/value heads, inside shard_map.
 

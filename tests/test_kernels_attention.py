@@ -20,7 +20,7 @@ from interpreted import options_for
 from oracle import tiny
 from oracle.machine import machine_for
 
-from jaxstate.kernels_pallas import attention_cpu, dispatch, rope, work
+from jaxstate.kernels_pallas import attention_cpu, attention_xla, dispatch, rope, work
 from jaxstate.kernels_pallas.selection import BLOCK_CELLS
 
 KV_HEADS, PAGE_SIZE, HEAD_DIM, CAPACITY, NUM_ROWS = 2, 4, 16, 12, 3
@@ -104,13 +104,7 @@ def _attention(case: Case):
 
     def attend(inputs, works):
         frequencies = jnp.asarray(FREQUENCIES)
-        tail = dispatch.prepare_tail(
-            name,
-            inputs["positions"],
-            inputs["tail_mask"],
-            window=case.window,
-            heads_per_kv_head=case.heads_per_kv_head,
-        )
+        tail = attention_xla.tail_visible(inputs["positions"], inputs["tail_mask"], case.window)
         shifts = [rope.angles_at(one.items[:, work.SHIFT], frequencies) for one in works]
         return dispatch.attend(
             name,

@@ -12,7 +12,7 @@ import test_kernels_attention as dense
 from interpreted import options_for
 from test_kernels_attention import Case
 
-from jaxstate.kernels_pallas import dispatch, rope, work
+from jaxstate.kernels_pallas import attention_xla, dispatch, rope, work
 from jaxstate.kernels_pallas.selection import BLOCK_CELLS, Selection, num_blocks
 
 CASES = [
@@ -31,10 +31,7 @@ cases = pytest.mark.parametrize("case", CASES, ids=str)
 @functools.cache
 def _attention(case: Case, selected: bool):
     def attend(inputs, works, selection):
-        tail = dispatch.prepare_tail(
-            case.implementation, inputs["positions"], inputs["tail_mask"], window=case.window,
-            heads_per_kv_head=case.heads_per_kv_head,
-        )  # fmt: skip
+        tail = attention_xla.tail_visible(inputs["positions"], inputs["tail_mask"], case.window)
         frequencies = jnp.asarray(dense.FREQUENCIES)
         return dispatch.attend(
             case.implementation, inputs["q"], inputs["k"], inputs["v"], inputs["positions"],

@@ -14,7 +14,7 @@ from device_timing import noise
 
 from jaxstate import rows as rows_module
 from jaxstate.config import EngineConfig
-from jaxstate.kernels_pallas import dispatch
+from jaxstate.kernels_pallas import attention_xla, dispatch
 from jaxstate.kernels_pallas import work as work_columns
 from jaxstate.kernels_pallas.rope import angles_at
 from jaxstate.kernels_pallas.selection import Selection
@@ -90,10 +90,7 @@ def attention(
     """
     q, k, v = tokens
     frequencies = jnp.asarray(ROPE.inverse_frequencies(layout.heads.head_dim))
-    tail = dispatch.prepare_tail(
-        name, rows.positions, rows.tail_mask, window=layout.window,
-        heads_per_kv_head=layout.heads.num_heads // layout.heads.num_kv_heads,
-    )  # fmt: skip
+    tail = attention_xla.tail_visible(rows.positions, rows.tail_mask, layout.window)
     shifts = [angles_at(one.items[:, work_columns.SHIFT], frequencies) for one in rows.work]
     out = q
     for k_pages, v_pages in pools:
