@@ -69,10 +69,12 @@ CASES = [
     # More query rows than one task takes, more cells than one share of the context has.
     Case("cpu", 4, 32, 400, tokens=32, pages=256, stretches=(700, 90)),
     Case("cpu", 3, 8, None, tokens=24, pages=256, stretches=(700,)),
-    # Whole vectors of rows and a few more, the few on their own.
+    # Tiles of rows of several sizes.
     Case("cpu", 3, 6, 40, tokens=6, pages=64, stretches=(180, 20)),
     Case("cpu", 3, 12, None, tokens=12, pages=64, stretches=(180, 20)),
     Case("cpu", 1, 17, None, tokens=17, pages=64, stretches=(180, 20)),
+    # More tokens than a block has cells.
+    Case("cpu", 3, 48, None, tokens=96, pages=64, stretches=(180, 20)),
     Case("pallas_gpu_interpret", 1, 8, None),
     Case("pallas_gpu_interpret", 3, 8, 5),
     Case("pallas_gpu_interpret", 2, 2, 7),
@@ -399,10 +401,19 @@ def test_interpreted_kernel_reads_no_unused_cell(case, name):
 
 
 @pytest.mark.parametrize(
-    "head_dim, page_size, dtype",
-    [(64, 16, "bfloat16"), (64, 256, "float32"), (128, 64, "bfloat16"), (256, 128, "float32")],
+    "name, head_dim, page_size, dtype",
+    [
+        ("pallas_gpu_interpret", 64, 16, "bfloat16"),
+        ("pallas_gpu_interpret", 64, 256, "float32"),
+        ("pallas_gpu_interpret", 128, 64, "bfloat16"),
+        ("pallas_gpu_interpret", 256, 128, "float32"),
+        *(("cpu", head_dim, 64, "float32") for head_dim in (48, 64, 80, 256)),
+    ],
 )
-def test_interpreted_kernel_equals_plain_xla_at_every_head_dim(head_dim, page_size, dtype):
+def test_kernel_equals_plain_xla_at_every_head_dim(name, head_dim, page_size, dtype):
+    if name == "cpu" and attention_cpu.unsupported(head_dim, jnp.float32):
+        pytest.skip(attention_cpu.unsupported(head_dim, jnp.float32))
+    dispatch.choose(name, head_dim, jnp.dtype(dtype), CACHE_DIR)
     rng = np.random.default_rng(head_dim)
 
     def normal(*shape):
@@ -423,17 +434,17 @@ def test_interpreted_kernel_equals_plain_xla_at_every_head_dim(head_dim, page_si
         (items,),
         (rope.angles_at(items.items[:, work.SHIFT], jnp.geomspace(1, 1e-3, head_dim // 2)),),
     )
-    xla, interpreted = (
+    xla, kernel = (
         jax.jit(
             functools.partial(
-                dispatch.attend, name, block_tokens=2, window=None,
+                dispatch.attend, one, block_tokens=2, window=None,
                 precision=jax.lax.Precision.HIGHEST,
             ),
-            compiler_options=options_for(name),
+            compiler_options=options_for(one),
         )(*inputs)
-        for name in ("xla", "pallas_gpu_interpret")
+        for one in ("xla", name)
     )  # fmt: skip
-    np.testing.assert_allclose(interpreted, xla, atol=TOLERANCE[dtype], rtol=0)
+    np.testing.assert_allclose(kernel, xla, atol=TOLERANCE[dtype], rtol=0)
     assert np.abs(xla).max() > 0.1
 
 
