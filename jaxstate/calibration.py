@@ -108,16 +108,21 @@ class ShadowStore:
         """All samples, oldest first."""
         return tuple(self._samples)
 
+    @property
+    def newest(self) -> int:
+        """Version of the last sample; -1 without any."""
+        return self._samples[-1].version if self._samples else -1
+
     def add(self, sample: ShadowSample) -> None:
         """Keep a sample.
 
         Raises:
           InputError: not of a later version than the last.
         """
-        if self._samples and sample.version <= self._samples[-1].version:
+        if sample.version <= self.newest:
             raise InputError(
-                f"sample: expected a version after {self._samples[-1].version}, got "
-                f"{sample.version}; a version is sampled once, in order"
+                f"sample: expected a version after {self.newest}, got {sample.version}; a version "
+                "is sampled once, in order"
             )
         self._samples.append(sample)
 

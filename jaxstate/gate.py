@@ -49,9 +49,11 @@ class Gate:
     def add(self, sample: ShadowSample) -> None:
         """Take a sample, watch for drift, and calibrate where it is due.
 
-        Raises:
-          InputError: not of a later version than the last.
+        One that is not of a later version than the last tells nothing new: a session that was saved
+        behind it is asked the same again when it is back.
         """
+        if sample.version <= self._store.newest:
+            return
         self._store.add(sample)
         for risk, found in self._found.items():
             self._found[risk] = calibration.check(found, sample)

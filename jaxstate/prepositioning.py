@@ -155,7 +155,7 @@ class Prepositions:
         ordered = sorted(self._received)
         shared = dict.fromkeys(ordered, 0)
         for one, other in itertools.pairwise(ordered):
-            common = common_len(np.asarray(one, np.int32), np.asarray(other, np.int32))
+            common = common_len(np.asarray(one, np.int64), np.asarray(other, np.int64))
             shared[one], shared[other] = max(shared[one], common), max(shared[other], common)
         return shared
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from jaxstate import checks
 from jaxstate.answer import Answer, Evidence
 from jaxstate.errors import InputError
 from jaxstate.flash import FlashQuery, Question
@@ -122,6 +123,7 @@ class Questions:
         session = self._sessions[session_id]
         query = query and session.board.find(question)  # it may be gone, or another, by now
         if query is None:
+            checks.token_ids(question.token_ids, self._verbs.model, "question")
             with self._commands.changed:  # callers look whether there is something to be paid
                 session.prepositions.receive(question.token_ids)
             self._submit(pending, session_id, question, JobClass.QUERY, **how)

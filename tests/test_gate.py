@@ -86,6 +86,16 @@ def test_a_saved_gate_decides_and_goes_on_alike():
     assert copy.decide(RISK, 5.0, age=1) is None
 
 
+def test_a_version_that_was_sampled_before_the_session_was_saved_tells_nothing_new():
+    gate = Gate()
+    _feed(gate, 3, wrong=0.0)
+    saved = Gate.from_json(json.loads(json.dumps(gate.to_json())))
+    _feed(saved, 2, wrong=1.0, first=2)
+    assert saved.samples == gate.samples
+    _feed(saved, 1, wrong=1.0, first=4)
+    assert [sample.agreed for sample in saved.samples] == [True, True, True, False]
+
+
 def test_a_damaged_gate_is_refused():
     with pytest.raises(SnapshotError, match="gate: damaged"):
         Gate.from_json({"samples": Gate().to_json()["samples"]})

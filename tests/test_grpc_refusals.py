@@ -117,6 +117,16 @@ def test_text_needs_a_tokenizer(engine):
         assert violation.field == "prompt.text"
 
 
+def test_questions_that_are_refused_are_not_remembered(running, stub):
+    name = _open(stub)
+    for ids in ([2**32 - 1] * 5, [2**32 - 1] * 5, [2**31] * 6, [2**32 - 1] * 4 + [1]):
+        asked = pb.Question(prompt=tokens(ids), max_new_tokens=1)
+        with refused(StatusCode.INVALID_ARGUMENT):
+            list(stub.Query(pb.QueryRequest(session_id=name, question=asked)))
+    running.service.wait_until_idle(WAIT_S)
+    assert list(stub.Query(query(name)))[-1].answer.token_ids
+
+
 # Too much
 
 

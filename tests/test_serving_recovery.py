@@ -286,7 +286,7 @@ def _question(seed, **how):
 
 
 def test_what_was_registered_comes_back_with_its_gates(engine, tmp_path):
-    free, choice = _question(1, max_new_tokens=2), _question(2, choices=((1,), (2,)))
+    free, choice = _question(1, max_new_tokens=2), _question(2, choices=((1, 2), (3, 4)))
     header = Entry(token_ids=free.token_ids[:2])
     service = LocalService(engine, journal=_journal(tmp_path))
     session = service.create(_ids(1, 9), tenant="t")
@@ -307,8 +307,11 @@ def test_what_was_registered_comes_back_with_its_gates(engine, tmp_path):
     asked = {flash_id: (one.question.key, one.risk) for flash_id, one in found.items()}
     assert asked == {2: (choice.key, 0.05), 3: (free.key, None)}
     assert found[2].stale.to_json() == before
-    service.wait_until_idle(WAIT_S)
+    service.wait_until_idle(WAIT_S)  # answered again at the version of the gates' last samples
     assert service.query(session, free).result(WAIT_S).version == 5
+    assert [len(gate.samples) for gate in (flash.stale, flash.first)] == [5, 6]
+    for one in service.flash_queries(session):
+        assert one.error is None
     assert service._sessions[session].prepositions.is_declared(header.token_ids)
     assert service.register(session, _question(7)).flash_id == 4
     [info] = service.describe_all()
