@@ -68,16 +68,32 @@ class Reference:
         rule.greedy(drawn, wants, "answer")
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
-@given(
+STREAMS = given(
     frozen_len=st.sampled_from((0, 3, 8, 13)),
     ticks=st.lists(st.sampled_from(LENGTHS), min_size=3, max_size=12),
     seed=st.integers(0, 2**16),
     implementation=st.sampled_from(("xla", "cpu")),
 )
+
+
+@settings(max_examples=3, deadline=None, derandomize=True)
+@STREAMS
 def test_any_stream_of_appends_and_queries_equals_the_reference(
     frozen_len, ticks, seed, implementation
 ):
+    _check_stream(frozen_len, ticks, seed, implementation)
+
+
+@pytest.mark.long
+@settings(max_examples=40, deadline=None)
+@STREAMS
+def test_many_streams_of_appends_and_queries_equal_the_reference(
+    frozen_len, ticks, seed, implementation
+):
+    _check_stream(frozen_len, ticks, seed, implementation)
+
+
+def _check_stream(frozen_len, ticks, seed, implementation):
     rng = np.random.default_rng(seed)
     rule = equality.Rule()
     config = dataclasses.replace(CONFIG, implementation=implementation)

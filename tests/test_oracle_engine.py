@@ -83,7 +83,7 @@ def short_tallies() -> Iterator[list[Tally]]:
 
 @pytest.mark.parametrize("setup", SHORT, ids=lambda setup: setup.name)
 def test_engine_verbs_equal_history(setup: tiny.Setup, short_tallies: list[Tally]):
-    short_tallies.append(_run(setup, max_examples=36, stateful_step_count=30, derandomize=True))
+    short_tallies.append(_run(setup, max_examples=26, stateful_step_count=30, derandomize=True))
 
 
 def test_engine_commit_that_no_longer_fits_leaves_the_session_alone():
