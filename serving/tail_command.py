@@ -17,7 +17,7 @@ from jaxstate import errors
 from jaxstate.errors import InputError, JaxStateError
 from jaxstate.serving import tail_file, tail_view, terminal
 from jaxstate.serving.client import AnswerWatch, Client, Session
-from jaxstate.serving.tail_file import Follower, Line, Position
+from jaxstate.serving.tail_file import Follower, Line
 from jaxstate.serving.tail_position import Progress
 from jaxstate.serving.tail_view import View
 
@@ -236,9 +236,10 @@ class _Tail:
         self, follower: Follower, progress: Progress | None, changed: threading.Event, log: Console
     ) -> None:
         """Read and append whenever the file may have changed; `progress` as it was remembered."""
+        if progress is not None and progress.end != progress.position:
+            # It may have been appended: under its number it is so once.
+            self._send(follower.read_again(progress.end), progress, log)
         lines = follower.poll()
-        if progress is not None and progress.end > progress.position.offset:
-            lines = self._again(progress, lines, follower, log)
         while not self._stop.is_set():
             for batch in self._batches(lines):
                 self._append(batch, log)
@@ -258,7 +259,7 @@ class _Tail:
             for line in of_one:
                 length = len(line.text.encode()) + 1
                 # A truncated file begins anew: what is before must not end behind what follows.
-                if batch and (size + length > self._most_bytes or line.begin == 0):
+                if batch and (size + length > self._most_bytes or line.begin.offset == 0):
                     yield batch
                     batch, size = [], 0
                 batch.append(line)
@@ -271,27 +272,11 @@ class _Tail:
         self._session.sequence += 1
         progress = Progress(
             session=self._session.session_id, writer=self._session.writer,
-            sequence=self._session.sequence,
-            position=Position(device=last.device, inode=last.inode, offset=batch[0].begin),
-            end=last.offset,
+            sequence=self._session.sequence, position=batch[0].begin, end=last,
         )  # fmt: skip
         self._save(progress)
         self._send(batch, progress, log)
         self._save(dataclasses.replace(progress, position=last))
-
-    def _again(
-        self, progress: Progress, lines: list[Line], follower: Follower, log: Console
-    ) -> list[Line]:
-        """Send again what may have been appended, under its number; return the lines behind it."""
-        while lines and lines[-1].position.offset < progress.end and (more := follower.poll()):
-            lines += more
-        count = sum(line.position.offset <= progress.end for line in lines)
-        if count and lines[count - 1].position == dataclasses.replace(
-            progress.position, offset=progress.end
-        ):
-            self._send(lines[:count], progress, log)
-            return lines[count:]
-        return lines
 
     def _send(self, batch: list[Line], progress: Progress, log: Console) -> None:
         rows = [f"{line.text}\n" for line in batch if self._is_row(line)]
@@ -313,7 +298,7 @@ class _Tail:
         self._view.note_rows(self._rows, version)
 
     def _is_row(self, line: Line) -> bool:
-        is_header = line.begin == 0 and line.text == self._header
+        is_header = line.begin.offset == 0 and line.text == self._header
         return bool(line.text.strip()) and not is_header
 
     def _save(self, progress: Progress) -> None:

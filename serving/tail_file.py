@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import logging
 import os
 import pathlib
@@ -27,11 +28,18 @@ _MARK_BYTES = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position:
-    """A place in a file, in bytes from its beginning, behind a line."""
+    """A place in a file, behind a line.
+
+    Attributes:
+      offset: in bytes from the file's beginning.
+      mark: hash of the first bytes of the file and of the last ones before the offset, by which
+        what was written anew under the same inode is told from what was read.
+    """
 
     device: int
     inode: int
     offset: int
+    mark: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,12 +48,12 @@ class Line:
 
     Attributes:
       text: without its end.
-      begin: where it begins in its file, in bytes.
+      begin: where it begins.
       position: behind it.
     """
 
     text: str
-    begin: int
+    begin: Position
     position: Position
 
 
@@ -65,7 +73,7 @@ class Follower:
         Args:
           at_end: begin behind what is in it now.
           position: begin here instead, in this file or one that it was renamed to; where there is
-            none any more, at the beginning, with a warning.
+            none any more, or its bytes are others, at the beginning, with a warning.
         """
         self._path = path
         self._linger_s = linger_s
@@ -118,6 +126,22 @@ class Follower:
         self._file = None
         return rest or self.poll()
 
+    def read_again(self, end: Position) -> list[Line]:
+        """Return the lines up to a place behind the one to begin at, split as they were before.
+
+        Call it before `poll`. Returns [] if they are not there any more, which a warning says.
+        """
+        if self._file is None:
+            return []
+        begin = self._position.offset
+        lines = self._take(os.pread(self._file.fileno(), end.offset - begin, begin))
+        lines += self._rest()  # the end of a file that was given up
+        if self._position == end:
+            return lines
+        logger.warning("%s: what was read last has changed; lines may have been missed", self._path)
+        self._skip(begin)
+        return []
+
     def _begin(self, file: BinaryIO) -> None:
         self._file = file
         status = os.fstat(file.fileno())
@@ -128,19 +152,27 @@ class Follower:
     def _skip(self, offset: int) -> None:
         """Go on at an offset, behind a line."""
         assert self._file is not None
-        self._offset = offset
-        self._partial = b""  # read behind the offset, without a newline yet
+        self._partial = b""  # read behind the position, without a newline yet
         self._head = os.pread(self._file.fileno(), min(_MARK_BYTES, offset), 0)
-        self._mark = self._bytes_before(offset, min(_MARK_BYTES, offset))
+        self._before = self._bytes_before(offset, min(_MARK_BYTES, offset))
+        self._position = self._place(offset)
+
+    def _place(self, offset: int) -> Position:
+        """Return the place at an offset that `_before` ends at."""
+        marked = self._head[:offset] + self._before
+        mark = hashlib.blake2b(marked, digest_size=16).hexdigest()
+        return Position(device=self._device, inode=self._inode, offset=offset, mark=mark)
 
     def _resume(self, position: Position) -> None:
         files = [(path.stat(), path) for path in self._path.parent.iterdir() if self._is_one(path)]
         files.sort(key=lambda one: one[0].st_mtime_ns)
         for index, (status, path) in enumerate(files):
-            known = (status.st_dev, status.st_ino) == (position.device, position.inode)
-            if known and status.st_size >= position.offset:
+            if (status.st_dev, status.st_ino) == (position.device, position.inode):
                 self._begin(path.open("rb"))
                 self._skip(position.offset)
+                if self._position != position:  # truncated, or another file with its inode
+                    self.close()
+                    break
                 if path == self._path:
                     self._newest = status.st_dev, status.st_ino
                 # Those that had the name meanwhile; who has it now is looked for like any other.
@@ -170,40 +202,41 @@ class Follower:
             self._skip(0)
             if lines:
                 return lines
-        descriptor = self._file.fileno()
-        begin = self._offset + len(self._partial)
-        received = os.pread(descriptor, _READ_BYTES, begin)
+        begin = self._position.offset + len(self._partial)
+        received = os.pread(self._file.fileno(), _READ_BYTES, begin)
         if not received:
             return []
         self._waits_since = None  # somebody still writes to it
-        if len(self._head) < _MARK_BYTES:
-            self._head = os.pread(descriptor, min(_MARK_BYTES, begin + len(received)), 0)
-        self._mark = (self._mark + received)[-_MARK_BYTES:]
-        *whole, self._partial = (self._partial + received).split(b"\n")
-        lines = [self._line(raw, len(raw) + 1) for raw in whole]
-        return lines or self._read()  # of a line that is longer than what is read at once
+        # Again for a line that is longer than what is read at once.
+        return self._take(received) or self._read()
 
-    def _line(self, raw: bytes, size: int) -> Line:
-        begin = self._offset
-        self._offset += size
-        return Line(
-            text=raw.removesuffix(b"\r").decode("utf-8", "replace"), begin=begin,
-            position=Position(device=self._device, inode=self._inode, offset=self._offset),
-        )  # fmt: skip
+    def _take(self, received: bytes) -> list[Line]:
+        """Return the lines that what was read next has made whole."""
+        self._head = (self._head + received[:_MARK_BYTES])[:_MARK_BYTES]
+        *whole, self._partial = (self._partial + received).split(b"\n")
+        return [self._line(raw + b"\n") for raw in whole]
+
+    def _line(self, raw: bytes) -> Line:
+        begin = self._position
+        self._before = (self._before + raw)[-_MARK_BYTES:]
+        self._position = self._place(begin.offset + len(raw))
+        text = raw.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8", "replace")
+        return Line(text=text, begin=begin, position=self._position)
 
     def _rest(self) -> list[Line]:
         """Return what has no newline and gets none any more."""
         raw, self._partial = self._partial, b""
-        return [self._line(raw, len(raw))] if raw else []
+        return [self._line(raw)] if raw else []
 
     def _was_truncated(self) -> bool:
         """Say whether what was read is not what is there; it may have grown again meanwhile."""
         assert self._file is not None
-        end = self._offset + len(self._partial)
+        end = self._position.offset + len(self._partial)
         if os.fstat(self._file.fileno()).st_size < end:
             return True
         head = os.pread(self._file.fileno(), len(self._head), 0)
-        return head != self._head or self._bytes_before(end, len(self._mark)) != self._mark
+        before = (self._before + self._partial[-_MARK_BYTES:])[-_MARK_BYTES:]
+        return head != self._head or self._bytes_before(end, len(before)) != before
 
     def _bytes_before(self, offset: int, count: int) -> bytes:
         assert self._file is not None

@@ -19,14 +19,14 @@ class Progress:
       session: its id.
       writer, sequence: of the last append.
       position: behind what was appended for sure.
-      end: behind what may have been appended, if nobody was told; = position.offset if all is.
+      end: behind what may have been appended, if nobody was told; = position if all is.
     """
 
     session: str
     writer: str
     sequence: int
     position: Position
-    end: int
+    end: Position
 
     def save(self, path: pathlib.Path) -> None:
         """Replace what is in the file, all or nothing."""
@@ -43,7 +43,8 @@ class Progress:
         """
         try:
             found = json.loads(path.read_text())
-            progress = cls(**found | {"position": Position(**found["position"])})
+            places = {name: Position(**found[name]) for name in ("position", "end")}
+            progress = cls(**found | places)
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError) as error:

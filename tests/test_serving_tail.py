@@ -150,6 +150,47 @@ def test_what_is_gone_is_said(log, follow, caplog):
     assert "lines may have been missed" in caplog.text
 
 
+ROWS = [f"2026-11-30,{n:04}" for n in range(60)]  # 900 bytes: more than both ends of a mark
+
+
+@pytest.mark.parametrize(
+    "anew",
+    [
+        [f"other,{n}" for n in range(200)],
+        ["other", *ROWS[1:], "more"],  # differs in the first bytes only
+        [*ROWS[:59], "2026-11-30,9999", "more"],  # in the last ones before the position
+        ["short"],
+    ],
+)
+@pytest.mark.parametrize("how", ["truncated", "made anew"])
+def test_what_was_written_anew_meanwhile_is_read_from_its_first_line(
+    log, follow, caplog, anew, how
+):
+    _write(log, "".join(f"{row}\n" for row in ROWS))
+    position = follow(log).poll()[-1].position
+    assert _texts(follow(log, position=position)) == [] and not caplog.text
+    if how == "made anew":
+        log.unlink()
+    _write(log, "".join(f"{row}\n" for row in anew), "w")
+    # Many file systems give a new file the inode that has become free; here it always has it.
+    position = dataclasses.replace(position, inode=log.stat().st_ino)
+    assert _texts(follow(log, position=position)) == anew
+    assert "lines may have been missed" in caplog.text
+
+
+@pytest.mark.parametrize("parts", [[1, 2, 3, 5, 1, 20], [9, 300, 9, 300, 2000], [256, 256, 1]])
+def test_a_place_is_the_same_however_the_file_was_read(log, follow, parts):
+    as_it_grew = follow(log)
+    grown = []
+    for n, size in enumerate(parts * 2):
+        _write(log, f"{n}" * size + "\n" * (n % 2))
+        grown += as_it_grew.poll()
+    assert grown == follow(log).poll()
+    for before, line in zip(grown, grown[1:], strict=False):
+        assert before.position == line.begin
+        assert follow(log, position=line.begin).poll()[0] == line
+
+
 # Into a session
 
 
@@ -328,8 +369,10 @@ def test_a_remembered_position_is_gone_on_from(running, tmp_path):
         tail.wait_for("t\na\nb\n")
     found = Progress.load(position, "kept")
     # Killed behind an append that nobody told of: what was sent is sent again under its number.
-    before = dataclasses.replace(found.position, offset=4)
-    dataclasses.replace(found, position=before, end=6).save(position)
+    with contextlib.closing(Follower(path)) as follower:
+        last = follower.poll()[-1]
+    assert last.position == found.position == found.end
+    dataclasses.replace(found, position=last.begin).save(position)
     _write(path, "c\n")
     with _tail(running, path, **how) as tail:
         tail.wait_for("t\na\nb\nc\n")
@@ -337,12 +380,54 @@ def test_a_remembered_position_is_gone_on_from(running, tmp_path):
     # Killed before it was sent: there was no such number yet.
     _write(path, "d\n")
     found = Progress.load(position, "kept")
-    dataclasses.replace(found, sequence=found.sequence + 1, end=10).save(position)
+    with contextlib.closing(Follower(path)) as follower:
+        end = follower.poll()[-1].position
+    dataclasses.replace(found, sequence=found.sequence + 1, end=end).save(position)
     with _tail(running, path, **how) as tail:
         tail.wait_for("t\na\nb\nc\nd\n")
     with pytest.raises(InputError, match="of session kept; choose another file"):
         Progress.load(position, "other")
     running.service.close_session("kept")
+
+
+@pytest.mark.parametrize(
+    "offset, anew, expected",
+    [
+        (3, None, "a\nb\nc\n"),  # "b" is the end of a file that was renamed, without newline
+        (2, None, "a\nb\nc\n"),
+        (2, "x\ny\n", "a\nx\ny\nc\n"),  # not what was sent: rows of their own
+    ],
+)
+def test_killed_between_append_and_note_it_doubles_and_loses_nothing(
+    running, tmp_path, monkeypatch, offset, anew, expected
+):
+    path, old = tmp_path / "feed.log", tmp_path / "feed.log.1"
+    how = {"session": "killed", "position": tmp_path / "position"}
+    _write(path, "a\nb")
+    save = Progress.save
+
+    def save_or_die(progress, to):
+        if progress.position.offset == offset:  # it would say that the append has been made
+            raise JaxStateError("killed")
+        save(progress, to)
+
+    monkeypatch.setattr(Progress, "save", save_or_die)
+    with _tail(running, path, **how) as tail:
+        if offset == 3:
+            tail.wait_for("a\n")
+        else:
+            tail.thread.join(grpc_service.WAIT_S)
+        path.rename(old)
+        _write(path, "c\n")
+        tail.thread.join(grpc_service.WAIT_S)
+        assert str(tail.error) == "killed"
+        assert tail.text == "a\nb\n"[: 2 * offset - 2]
+    monkeypatch.setattr(Progress, "save", save)
+    if anew is not None:
+        _write(old, anew, "w")
+    with _tail(running, path, **how) as tail:
+        tail.wait_for(expected)
+    running.service.close_session("killed")
 
 
 def test_a_session_that_is_closed_by_others_ends_it(running, tmp_path):
