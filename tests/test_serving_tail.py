@@ -157,7 +157,7 @@ ROWS = [f"2026-11-30,{n:04}" for n in range(60)]  # 900 bytes: more than both en
     "anew",
     [
         [f"other,{n}" for n in range(200)],
-        ["other", *ROWS[1:], "more"],  # differs in the first bytes only
+        ["2025-11-30,0000", *ROWS[1:], "more"],  # differs in the first bytes only
         [*ROWS[:59], "2026-11-30,9999", "more"],  # in the last ones before the position
         ["short"],
     ],
