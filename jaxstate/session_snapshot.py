@@ -202,7 +202,7 @@ def put(verbs: Verbs, snapshot: SessionSnapshot, session_id: str) -> Session:
     """Open a session from a snapshot, or have it replace the one of this id, all or nothing.
 
     Raises:
-      SessionError: a verb runs on the session that is to be replaced.
+      SessionError: a verb runs on the session that is to be replaced, or it is being created.
       PoolFullError: there is no room; nothing has changed.
     """
     live = verbs.sessions.get(session_id)

@@ -27,6 +27,7 @@ from jaxstate.constraint import Constraint
 from jaxstate.contexts import Contexts
 from jaxstate.errors import (
     CapacityError,
+    ConflictError,
     InputError,
     SessionExistsError,
     UnknownSessionError,
@@ -72,6 +73,7 @@ class Verbs:
             self.tiers, self.contexts, self.revival, self._owners,
         )  # fmt: skip
         self._names = itertools.count(1)
+        self._opening: set[str] = set()  # ids of sessions whose prefixes are being computed
 
     # Sessions
 
@@ -85,11 +87,7 @@ class Verbs:
         """See Engine.create."""
         if when_full not in ("error", "slide"):
             raise InputError(f'when_full: expected "error" or "slide", got "{when_full}"')
-        name = session_id if session_id is not None else self._free_name()
-        if name in self.sessions:
-            raise SessionExistsError(
-                f"session {name} exists already; choose another id or close it"
-            )
+        name = self._new_name(session_id)
         session = Session(
             session_id=name, owner=next(self._owners), when_full=when_full, tenant=tenant
         )
@@ -101,7 +99,11 @@ class Verbs:
                     f"got {len(ids)}; shorten the prefix or raise context_len"
                 )
             session.frozen_len = len(ids)
-            yield from self.contexts.begin(session, ids)
+            self._opening.add(name)
+            try:
+                yield from self.contexts.begin(session, ids)
+            finally:
+                self._opening.remove(name)
         self.tiers.touch(session)
         self.sessions[name] = session
         return name
@@ -116,11 +118,7 @@ class Verbs:
     def fork(self, session_id: str, *, new_id: str | None = None) -> str:
         """See Engine.fork."""
         parent = self.session(session_id)
-        name = new_id if new_id is not None else self._free_name()
-        if name in self.sessions:
-            raise SessionExistsError(
-                f"session {name} exists already; choose another id or close it"
-            )
+        name = self._new_name(new_id)
         self.revival.bring_back(parent)
         self.pages.hold(parent.entries)
         child = self.sessions[name] = Session(
@@ -167,8 +165,11 @@ class Verbs:
           session: its tokens, with an owner of no meaning.
           cells, shifts: see cell_copy.take.
         Raises:
+          SessionExistsError: one of the same id is being created.
           PoolFullError: there is no room; nothing has changed.
         """
+        if session.session_id not in self.sessions:
+            self._new_name(session.session_id)
         session.owner = next(self._owners)
         self.revival.put_cells(session, cells, shifts)
         if session.session_id in self.sessions:
@@ -201,6 +202,7 @@ class Verbs:
         with session_module.using(session):
             yield from self.revival.resident(session)
             yield from self.contexts.append(session, ids)
+            self._check_open(session)
             self.contexts.advance_version(session)
         return session.version
 
@@ -211,6 +213,7 @@ class Verbs:
         with session_module.using(session):
             yield from self.revival.resident(session)
             yield from self.contexts.update(session, ids)
+            self._check_open(session)
             self.contexts.advance_version(session)
         return session.version
 
@@ -344,8 +347,27 @@ class Verbs:
         """Decode an answer's tokens; "" without a tokenizer."""
         return self._asking.text(token_ids)
 
-    def _free_name(self) -> str:
-        return next(name for n in self._names if (name := f"s{n}") not in self.sessions)
+    def _new_name(self, given: str | None) -> str:
+        """Return the id of a new session: what is given, or one that is free."""
+
+        def is_taken(name: str) -> bool:
+            return name in self.sessions or name in self._opening
+
+        if given is None:
+            return next(name for n in self._names if not is_taken(name := f"s{n}"))
+        if is_taken(given):
+            raise SessionExistsError(
+                f"session {given} exists already; choose another id or close it"
+            )
+        return given
+
+    def _check_open(self, session: Session) -> None:
+        """Refuse to note a change under an id that is another session's by now."""
+        if self.sessions.get(session.session_id) is not session:
+            raise ConflictError(
+                f"session {session.session_id} was closed or replaced while it was changed; ask "
+                "again"
+            )
 
     def _request(
         self,

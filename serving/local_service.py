@@ -227,7 +227,8 @@ class LocalService:
         Raises:
           ForeignSnapshotError: it is of another model, dtype or format, or too long.
           SnapshotError: there is none, or it is damaged.
-          SessionError: an append to the session that is to be replaced is being computed.
+          SessionError: an append to the session that is to be replaced is being computed, or a
+            session of this id is being created.
           PoolFullError, QuotaError: there is no room, or none for the tenant.
         """
         read = self._lifecycle.read(path, fingerprint, session_id, tenant)

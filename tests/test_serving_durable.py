@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import functools
 import random
+import threading
 import time
 
 import pytest
 import tiny_engine
 import tiny_service
 
+from jaxstate import needs
 from jaxstate.errors import (
     CancelledError,
     CapacityError,
     ConflictError,
     SessionError,
+    SessionExistsError,
     UnknownSessionError,
 )
 from jaxstate.flash import Question
+from jaxstate.serving.journal import Journal
+from jaxstate.serving.local_service import LocalService
+from jaxstate.session import Session
 
 WAIT_S = 60
 
@@ -124,3 +132,102 @@ def test_a_session_that_is_cancelled_before_it_is_open_is_none(service):
     with pytest.raises(UnknownSessionError, match="s is unknown"):
         service.version("s")
     assert service.create(session_id="s") == "s"
+
+
+@contextlib.contextmanager
+def _held_within(service):
+    """Hold the worker up behind the first step that begins a verb."""
+    step, reached, release = service._scheduler.step, threading.Event(), threading.Event()
+
+    def stepped(*args):
+        found = step(*args)
+        if service._scheduler.running:
+            reached.set()
+            assert release.wait(WAIT_S)
+        return found
+
+    service._scheduler.step = stepped
+
+    def wait():
+        assert reached.wait(WAIT_S)
+
+    try:
+        yield wait
+    finally:
+        release.set()
+        service._scheduler.step = step
+
+
+def test_the_id_of_a_session_that_is_being_created_is_taken(tmp_path):
+    def journal():
+        return Journal(tmp_path / "journal", durability="normal", fingerprint="tiny")
+
+    prefix, row = tiny_engine.random_ids(0, 64), tiny_engine.random_ids(1, 5)
+    with tiny_service.started(journal=journal()) as service:
+        used = service.cells()
+        service.create(row, session_id="other")
+        service.append("other", row).result(WAIT_S)
+        service.snapshot("other", tmp_path / "saved", fingerprint="tiny")
+        others = (
+            functools.partial(service.create, row, session_id="feed"),
+            functools.partial(service.create, session_id="feed"),
+            functools.partial(service.fork, "other", new_id="feed"),
+            functools.partial(
+                service.restore, tmp_path / "saved", fingerprint="tiny", session_id="feed"
+            ),
+        )
+        with concurrent.futures.ThreadPoolExecutor(len(others)) as pool:
+            with _held_within(service) as wait:
+                created = service.begin_create(prefix, session_id="feed")
+                wait()
+                futures = [pool.submit(one) for one in others]
+                with service._changed:
+                    assert service._changed.wait_for(
+                        lambda: len(service._commands) == len(others), WAIT_S
+                    )
+            for future in futures:
+                with pytest.raises(SessionExistsError, match="feed exists already"):
+                    future.result(WAIT_S)
+        assert created.result(WAIT_S) == "feed"
+        assert service.append("feed", row).result(WAIT_S) == 1
+        service.close()
+        held = {name: tiny_service.engine().session(name).token_ids for name in ("feed", "other")}
+        for name in held:
+            tiny_service.engine().close(name)
+        service = LocalService(tiny_service.engine(), journal=journal())
+        assert held["feed"] == [*prefix, *row]
+        for name, token_ids in held.items():
+            assert tiny_service.engine().session(name).token_ids == token_ids
+            service.close_session(name)
+        assert service.cells() == used
+        service.close()
+
+
+def test_the_id_of_a_session_that_did_not_come_to_be_is_free_again(service):
+    with _held_within(service) as wait:
+        pending = service.begin_create(tiny_engine.random_ids(0, 64), session_id="feed")
+        wait()
+        pending.cancel()
+    with pytest.raises(CancelledError):
+        pending.result(WAIT_S)
+    assert service.create(tiny_engine.random_ids(1, 8), session_id="feed") == "feed"
+
+
+@pytest.mark.parametrize("verb", ["append", "update"])
+def test_a_change_is_not_noted_under_an_id_that_is_anothers_by_now(verb):
+    with tiny_engine.left_empty(tiny_service.engine()) as engine:
+        engine.create(tiny_engine.random_ids(0, 8), session_id="feed")
+        before = engine.session("feed")
+        other = Session(session_id="feed", owner=-1, when_full="error")
+
+        def replaced():
+            steps = getattr(engine.verbs, verb)("feed", tiny_engine.random_ids(1, 5))
+            need = next(steps)
+            engine.verbs.sessions["feed"] = other
+            while True:
+                need = steps.send((yield need))
+
+        with pytest.raises(ConflictError, match="was closed or replaced"):
+            needs.run_alone(engine.executor, replaced())
+        assert (before.version, other.version) == (0, 0)
+        engine.verbs.sessions["feed"] = before
