@@ -229,10 +229,14 @@ class Scheduler:
 
     def cancel_session(self, session: str, now: float) -> bool:
         """Cancel all verbs of a session; False if one goes on."""
-        of_session = [one.ticket for one in self._running.values() if one.ticket.session == session]
+        of_session = self.tickets_of(session)
         for ticket in of_session:
             self.cancel(ticket, now)
         return all(ticket.is_over for ticket in of_session)
+
+    def tickets_of(self, session: str) -> list[Ticket]:
+        """Return the verbs of a session that are not over."""
+        return [one.ticket for one in self._running.values() if one.ticket.session == session]
 
     def end(self, now: float, error: BaseException | None = None) -> None:
         """End everything where it is, appends too: nobody will run them; `error` says why."""

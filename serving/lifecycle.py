@@ -61,20 +61,25 @@ class Lifecycle:
         self._preposition = preposition
 
     def create(
-        self, frozen: Sequence[int], session_id: str | None, when_full: WhenFull, tenant: str
+        self,
+        frozen: Sequence[int],
+        session_id: str | None,
+        when_full: WhenFull,
+        tenant: str,
+        opener: object,
     ) -> Steps:
-        """See Engine.create."""
+        """See Engine.create; `opener` as of take_back."""
         name = yield from self._engine.verbs.create(frozen, session_id, when_full, tenant)
-        self.open(name)
+        self.open(name, opener)
         self._durable.created(self._engine.session(name))
         return name
 
-    def fork(self, session_id: str, new_id: str | None) -> str:
+    def fork(self, session_id: str, new_id: str | None, opener: object) -> str:
         """See LocalService.fork."""
         parent = self._engine.session(session_id)
         self._holdings.check(parent.tenant, sessions=1, cells=parent.context_len)
         name = self._engine.fork(session_id, new_id=new_id)
-        self.open(name)
+        self.open(name, opener)
         self._durable.created(self._engine.session(name))
         return name
 
@@ -88,6 +93,20 @@ class Lifecycle:
         self._engine.close(session_id)
         self._durable.closed(session_id)
         self._forget(session_id)
+
+    def take_back(self, session_id: str, opener: object) -> None:
+        """See LocalService.take_back."""
+        session = self._sessions.get(session_id)
+        if session is None or session.opener is not opener:
+            return
+        is_used = (
+            self._engine.session(session_id).used != session.opened
+            or self._scheduler.tickets_of(session_id)
+            or session.board.queries
+            or session.prepositions.declared
+        )
+        if not is_used:
+            self.close(session_id)
 
     def recover(self, saved: SavedSession) -> None:
         """Open a session as the journal has it, and bring its cells back in idle time.
@@ -157,12 +176,13 @@ class Lifecycle:
             self._durable.declared(name, header)
         return name
 
-    def open(self, session_id: str) -> OpenSession:
+    def open(self, session_id: str, opener: object = None) -> OpenSession:
         """Begin to know a session of the engine."""
+        record = self._engine.session(session_id)
         session = OpenSession(
-            version=self._engine.session(session_id).version,
-            prepositions=Prepositions(self._preposition),
-        )
+            version=record.version, prepositions=Prepositions(self._preposition), opener=opener,
+            opened=record.used,
+        )  # fmt: skip
         with self._commands.changed:  # callers walk over all of them
             self._sessions[session_id] = session
         return session

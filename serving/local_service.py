@@ -162,10 +162,17 @@ class LocalService:
         session_id: str | None = None,
         when_full: WhenFull = "error",
         tenant: str = "",
+        opener: object = None,
         deadline_s: float = math.inf,
     ) -> Pending:
-        """Like create, without waiting; its result is the id. Cancelled, there is no session."""
-        begin = functools.partial(self._lifecycle.create, frozen, session_id, when_full, tenant)
+        """Like create, without waiting; its result is the id. Cancelled, there is no session.
+
+        Args:
+          opener: see take_back.
+        """
+        begin = functools.partial(
+            self._lifecycle.create, frozen, session_id, when_full, tenant, opener
+        )
 
         def submit(pending: Pending) -> None:
             self._submissions.submit_new(
@@ -175,9 +182,9 @@ class LocalService:
 
         return self._pending(JobClass.APPEND, submit)
 
-    def fork(self, session_id: str, *, new_id: str | None = None) -> str:
-        """See Engine.fork; registered questions stay with the parent."""
-        return self._call(functools.partial(self._lifecycle.fork, session_id, new_id))
+    def fork(self, session_id: str, *, new_id: str | None = None, opener: object = None) -> str:
+        """See Engine.fork; registered questions stay with the parent. `opener`: see take_back."""
+        return self._call(functools.partial(self._lifecycle.fork, session_id, new_id, opener))
 
     def close_session(self, session_id: str) -> None:
         """Cancel what is under way on a session and free its cells; see Engine.close.
@@ -186,6 +193,14 @@ class LocalService:
           SessionError: unknown, or an append is being computed.
         """
         self._call(functools.partial(self._lifecycle.close, session_id))
+
+    def take_back(self, session_id: str, *, opener: object) -> None:
+        """Close a session that was opened in vain, unless it is another's or in use by now.
+
+        Args:
+          opener: what it was opened with; nobody else has this object.
+        """
+        self._call(functools.partial(self._lifecycle.take_back, session_id, opener))
 
     def snapshot(self, session_id: str, path: str | pathlib.Path, *, fingerprint: str) -> int:
         """Save a session, its cells and registered questions to a new directory.

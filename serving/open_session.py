@@ -23,6 +23,8 @@ class OpenSession:
       log: its newest answers.
       memory: its numbered verbs.
       looked_after: the version that needed no repacking, or got it.
+      opener: for whom it was opened, who may take that back; None = nobody.
+      opened: Session.used when it was opened.
     """
 
     version: int
@@ -31,6 +33,8 @@ class OpenSession:
     log: AnswerLog = dataclasses.field(default_factory=AnswerLog)
     memory: WriteMemory = dataclasses.field(default_factory=WriteMemory)
     looked_after: int | None = None
+    opener: object = None
+    opened: int = 0
 
     @property
     def is_outdated(self) -> bool:

@@ -11,7 +11,7 @@ from jaxstate.errors import BusyError, InputError, JaxStateError
 from jaxstate.serving import jaxstate_pb2 as pb
 from jaxstate.serving import messages, tenants
 from jaxstate.serving.pending import Pending
-from jaxstate.serving.rpc_calls import Call
+from jaxstate.serving.rpc_calls import Call, Undo
 from jaxstate.serving.rpc_errors import SeriesError
 from jaxstate.serving.write_memory import Number
 
@@ -22,16 +22,19 @@ _FLYING = 32  # appends of a stream that wait for the worker; the client's other
 async def create_session(request: pb.CreateSessionRequest, call: Call) -> pb.Session:
     """Open a session; one whose client has gone away meanwhile is closed again."""
     service = call.service
+    opener = object()
+    undo = functools.partial(service.take_back, opener=opener)
     pending = await call.begin(
         service.begin_create,
         await call.ids(request.prefix, "prefix", begins=True),
         session_id=call.new_session_id(request.session_id),
         when_full=messages.when_full(request.when_full),
         tenant=call.tenant,
-        undo=service.close_session,
+        opener=opener,
+        undo=undo,
     )
-    name = await call.result(pending, undo=service.close_session)
-    return await _described(call, name)
+    name = await call.result(pending, undo=undo)
+    return await _described(call, name, undo)
 
 
 async def get_session(request: pb.GetSessionRequest, call: Call) -> pb.Session:
@@ -60,13 +63,16 @@ async def list_sessions(request: pb.ListSessionsRequest, call: Call) -> pb.ListS
 async def fork(request: pb.ForkRequest, call: Call) -> pb.Session:
     """Open a session with another's context."""
     service = call.service
+    opener = object()
+    undo = functools.partial(service.take_back, opener=opener)
     name = await call.run(
         service.fork,
         call.session_id(request.session_id),
         new_id=call.new_session_id(request.new_session_id, "new_session_id"),
-        undo=service.close_session,
+        opener=opener,
+        undo=undo,
     )
-    return await _described(call, name)
+    return await _described(call, name, undo)
 
 
 async def close_session(request: pb.CloseSessionRequest, call: Call) -> pb.CloseSessionResponse:
@@ -152,12 +158,12 @@ async def rollback(request: pb.RollbackRequest, call: Call) -> pb.RollbackRespon
     return pb.RollbackResponse(version=await call.result(pending, cancels=number is None))
 
 
-async def _described(call: Call, name: str) -> pb.Session:
-    """Describe a session that the client does not know yet: it is closed if he goes away."""
+async def _described(call: Call, name: str, undo: Undo) -> pb.Session:
+    """Describe a session that the client does not know yet: that is undone if he goes away."""
     try:
         return messages.session(await call.run(call.service.describe, name))
     except asyncio.CancelledError:
-        call.later(call.service.close_session, name)
+        call.later(undo, name)
         raise
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import random
 import sys
+import threading
 
 import grpc
 import grpc_service
@@ -14,14 +15,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_service import WAIT_S, refused, text, tokens
 from grpc_wrong_requests import REQUESTS, query
 
+from jaxstate.flash import Question
 from jaxstate.plan import JobClass
 from jaxstate.scheduler import State
 from jaxstate.serving import jaxstate_pb2 as pb
+from jaxstate.serving import rpc_calls
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "bench"))
 import hostile_messages  # noqa: E402
 
 IDS = tuple(range(20, 29))
+ASKED = Question(token_ids=(30, 31), max_new_tokens=2)
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +69,7 @@ def test_a_wrong_request_gets_its_status_and_names_the_field(stub, method, reque
     assert stub.GetSession(pb.GetSessionRequest(session_id="s")).version == 0
 
 
-@pytest.mark.parametrize(
-    "method", hostile_messages.METHODS, ids=lambda method: method.name
-)
+@pytest.mark.parametrize("method", hostile_messages.METHODS, ids=lambda method: method.name)
 def test_bytes_that_are_no_message_are_an_invalid_argument(running, method):
     with refused(StatusCode.INVALID_ARGUMENT) as errors:
         hostile_messages.call(running.channel, method, [b"\xff\xff\xff"], timeout_s=0.5)
@@ -234,6 +236,55 @@ def test_a_client_that_goes_away_leaves_no_session_behind(running, stub, engine)
         future.cancel()
         grpc_service.wait_until(lambda: running.server._backend.num_calls == 0)
     grpc_service.wait_until(lambda: engine.cells_held == 0 and not running.service._sessions)
+
+
+def _wait_for_threads(running):
+    """Wait for all that calls have left behind to be run."""
+    barrier = threading.Barrier(rpc_calls.NUM_THREADS + 1)
+    for _ in range(rpc_calls.NUM_THREADS):
+        running.server._backend.later(barrier.wait, WAIT_S)
+    barrier.wait(WAIT_S)
+
+
+def _anothers(service):
+    service.close_session("new")
+    service.create(IDS, session_id="new")
+
+
+USES = {
+    "nothing": lambda service: None,
+    "append": lambda service: service.append("new", [1]).result(WAIT_S),
+    "query": lambda service: service.query("new", ASKED).result(WAIT_S),
+    "register": lambda service: service.register("new", ASKED),
+    "another's": _anothers,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("opens", ["CreateSession", "Fork"])
+def test_a_session_that_is_in_use_outlives_the_call_that_opened_it(running, stub, opens, use):
+    service, opened, release = running.service, threading.Event(), threading.Event()
+    _open(stub, "parent")
+    describe = service.describe
+
+    def describe_later(name):
+        opened.set()
+        assert release.wait(WAIT_S)
+        return describe(name)
+
+    service.describe = describe_later
+    requests = {
+        "CreateSession": pb.CreateSessionRequest(session_id="new", prefix=tokens(IDS)),
+        "Fork": pb.ForkRequest(session_id="parent", new_session_id="new"),
+    }
+    future = getattr(stub, opens).future(requests[opens])
+    assert opened.wait(WAIT_S)
+    USES[use](service)
+    future.cancel()
+    grpc_service.wait_until(lambda: running.server._backend.num_calls == 0)
+    release.set()
+    _wait_for_threads(running)
+    assert ("new" in service._sessions) == (use != "nothing")
 
 
 def test_a_numbered_append_that_was_given_up_is_applied_once(running, stub):
