@@ -11,6 +11,7 @@ host knows of it. It is written aside, read back, and then renamed: what has its
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -37,7 +38,7 @@ from jaxstate.session import Session
 from jaxstate.verbs import Verbs
 
 FORMAT = 1
-ASIDE = ".part"  # ends the name of what is being written
+ASIDE = ".part"  # ends the name of what is being written or removed
 _ARRAYS = "arrays"
 _ABOUT = "about.json"
 _FIELDS = (
@@ -108,10 +109,8 @@ def write(path: str | pathlib.Path, snapshot: SessionSnapshot) -> None:
     """
     path = pathlib.Path(path).absolute()
     if path.exists():
-        raise SnapshotExistsError(
-            f"snapshot {path.name} exists already; choose another name or remove it"
-        )
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{ASIDE}")
+        raise _taken(path)
+    aside = aside_of(path)
     tree = _tree(snapshot)
     about: dict[str, Any] = {
         "format": FORMAT,
@@ -133,6 +132,8 @@ def write(path: str | pathlib.Path, snapshot: SessionSnapshot) -> None:
         os.replace(aside, path)
         _sync_one(path.parent)
     except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # another was written meanwhile
+            raise _taken(path) from error
         raise SnapshotSpaceError(
             f"snapshot {path.name} cannot be written: {error.strerror or error}; free space or "
             "repair the disk"
@@ -214,6 +215,17 @@ def put(verbs: Verbs, snapshot: SessionSnapshot, session_id: str) -> Session:
         session.version = max(session.version, live.version) + 1
     verbs.open_with(session, snapshot.cells, snapshot.shifts)
     return session
+
+
+def aside_of(path: pathlib.Path) -> pathlib.Path:
+    """Return where something is made before it gets its path, or removed behind that."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}{ASIDE}")
+
+
+def _taken(path: pathlib.Path) -> SnapshotExistsError:
+    return SnapshotExistsError(
+        f"snapshot {path.name} exists already; choose another name or remove it"
+    )
 
 
 def _tree(snapshot: SessionSnapshot) -> dict[str, Any]:

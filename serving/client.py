@@ -310,7 +310,8 @@ class Session(SessionState):
         Returns:
           the newest version that this handle has written.
         Raises:
-          JaxStateError: as in process; `applied` = rows of an iterable that were.
+          JaxStateError: as in process; `applied` = appends of an iterable that were, each of
+            batch_rows rows.
         """
         found = client_rows.appends(rows, batch_rows)
         if isinstance(found, list) and len(found) == 1:

@@ -19,7 +19,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxstate.answer import Token
-from jaxstate.errors import ClosedError, InputError
+from jaxstate.errors import ClosedError, InputError, JaxStateError
 from jaxstate.serving import client_errors, client_rows, client_types, client_verbs
 from jaxstate.serving import jaxstate_pb2 as pb
 from jaxstate.serving.client_channel import MAX_MESSAGE_BYTES, SERVICE, Target, Tls
@@ -278,10 +278,17 @@ class AsyncSession(SessionState):
         self, rows: AsyncIterator[Any], batch_rows: int, deadline_s: float | None
     ) -> int:
         batch: list[pb.Prompt] = []
+        applied = 0
 
         async def send() -> None:
+            nonlocal applied
             for prompt in client_rows.gathered(batch, batch_rows):
-                await self._run(client_verbs.append(self, prompt, None, deadline_s))
+                try:
+                    await self._run(client_verbs.append(self, prompt, None, deadline_s))
+                except JaxStateError as error:
+                    error.applied = applied
+                    raise
+                applied += 1
             batch.clear()
 
         async for row in rows:

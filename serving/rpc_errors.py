@@ -20,7 +20,7 @@ _ComeAgain = (
     | errors.UnavailableError
 )
 DOMAIN = "jaxstate.v1"
-_LONGEST = 1000  # characters of a message: they travel in a header
+_LONGEST = 1000  # bytes of a message: they travel in headers, as many as three for one
 
 CODES: tuple[tuple[type[BaseException], grpc.StatusCode], ...] = (
     (errors.UnknownSessionError, grpc.StatusCode.NOT_FOUND),
@@ -194,7 +194,10 @@ def _field(message: str) -> tuple[str, str]:
 
 
 def _clipped(text: str) -> str:
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    encoded = text.encode()
+    if len(encoded) <= _LONGEST:
+        return text
+    return encoded[: _LONGEST - len("…".encode())].decode(errors="ignore") + "…"
 
 
 def _packed(message) -> any_pb2.Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import re
 import secrets
@@ -41,7 +42,7 @@ class SnapshotStore:
     """A directory of snapshots; what a name stands for never changes."""
 
     def __init__(self, directory: str | pathlib.Path, *, fingerprint: str):
-        """Use a directory, which is made if need be; what was left half written is removed.
+        """Use a directory, which is made if need be; what was left half done is removed.
 
         Args:
           fingerprint: of the model, `LoadedModel.fingerprint`.
@@ -109,8 +110,9 @@ class SnapshotStore:
                 continue
             try:
                 found.append(self._described(path))
-            except SnapshotError:
-                damaged.append(path.name)
+            except (SnapshotError, FileNotFoundError):
+                if path.exists():  # it was not deleted meanwhile
+                    damaged.append(path.name)
         return found, damaged
 
     def delete(self, name: str, *, tenant: str = "") -> None:
@@ -120,7 +122,13 @@ class SnapshotStore:
           InputError: a name that is none.
           UnknownSnapshotError: nothing has it.
         """
-        shutil.rmtree(self._known(tenant, name))
+        path = self._known(tenant, name)
+        aside = session_snapshot.aside_of(path)
+        try:
+            os.replace(path, aside)  # at once: no half of it is ever seen
+        except FileNotFoundError:  # another was faster
+            raise _unknown(name) from None
+        shutil.rmtree(aside)
 
     def _of(self, tenant: str) -> pathlib.Path:
         return self._directory / f"tenant-{urllib.parse.quote(tenant, safe='')}"
@@ -136,7 +144,7 @@ class SnapshotStore:
     def _known(self, tenant: str, name: str) -> pathlib.Path:
         path = self._path(tenant, name)
         if not path.is_dir():
-            raise UnknownSnapshotError(f"snapshot {name} is unknown; see ListSnapshots")
+            raise _unknown(name)
         return path
 
     def _described(self, path: pathlib.Path) -> SavedSnapshot:
@@ -148,3 +156,7 @@ class SnapshotStore:
             size_bytes=sum(size for size, _ in about["files"].values()),
             saved_at=path.stat().st_mtime,
         )  # fmt: skip
+
+
+def _unknown(name: str) -> UnknownSnapshotError:
+    return UnknownSnapshotError(f"snapshot {name} is unknown; see ListSnapshots")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import shutil
 
 import grpc
 import grpc_service
@@ -118,6 +120,40 @@ def test_snapshots_are_listed_by_name_and_deleted(stub):
         _restore(stub, "a")
 
 
+def test_of_two_that_delete_the_same_one_is_told_that_there_is_none(stub, saved, monkeypatch):
+    _session(stub)
+    _save(stub, "monday")
+    replace = os.replace
+
+    def delete_first(*paths):
+        monkeypatch.undo()
+        stub.DeleteSnapshot(pb.DeleteSnapshotRequest(name="monday"), timeout=WAIT_S)
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", delete_first)
+    with refused(StatusCode.NOT_FOUND):
+        stub.DeleteSnapshot(pb.DeleteSnapshotRequest(name="monday"), timeout=WAIT_S)
+    assert list(saved.iterdir()) == []
+
+
+def test_what_is_half_deleted_is_not_there(stub, saved, monkeypatch):
+    _session(stub)
+    _save(stub, "monday")
+
+    def killed(path, **how):
+        monkeypatch.undo()
+        raise OSError("killed")
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with refused(StatusCode.INTERNAL):
+        stub.DeleteSnapshot(pb.DeleteSnapshotRequest(name="monday"), timeout=WAIT_S)
+    assert stub.ListSnapshots(pb.ListSnapshotsRequest()) == pb.ListSnapshotsResponse()
+    with refused(StatusCode.NOT_FOUND):
+        _restore(stub, "monday")
+    SnapshotStore(saved.parent, fingerprint="")
+    assert list(saved.iterdir()) == []
+
+
 def test_a_name_that_is_taken_stays_what_it_was(stub):
     _session(stub)
     _save(stub, "monday")
@@ -145,6 +181,16 @@ def test_what_is_no_name_is_refused_and_nothing_is_touched(stub, saved, name):
         violations = grpc_service.detail(errors[0], "BadRequest").field_violations
         assert [one.field for one in violations] == ["name"]
     assert not saved.exists() or not list(saved.iterdir())
+
+
+def test_what_a_refusal_quotes_fits_in_headers(stub):
+    _session(stub)
+    with refused(StatusCode.INVALID_ARGUMENT) as errors:
+        _save(stub, "\N{GRINNING FACE}" * 2000)
+    assert errors[0].details().endswith("\N{GRINNING FACE}…")
+    details = dict(errors[0].trailing_metadata())["grpc-status-details-bin"]
+    encoded = 3 * len(errors[0].details().encode()) + len(base64.b64encode(details))
+    assert encoded < 8192  # what gRPC takes unless told otherwise
 
 
 def test_unknown_names_and_sessions_are_not_found(stub):

@@ -303,10 +303,25 @@ def test_what_an_iterable_raises_is_raised_behind_the_rows_before_it(running, se
     assert _text(running, session) == "ab"
 
 
-def test_a_series_says_how_many_rows_were_applied(session):
+@pytest.mark.parametrize("batch_rows", [1, 2])
+def test_a_series_says_how_many_of_its_appends_were_applied(running, session, batch_rows):
+    rows = [letter * (30 // batch_rows) for letter in "abcd"[: 2 * batch_rows]] + ["e" * 60, "f"]
     with pytest.raises(errors.CapacityError) as caught:
-        session.append(["a" * 30, "b" * 30, "c" * 60, "d"])
+        session.append(rows, batch_rows=batch_rows)
     assert caught.value.applied == 2 and session.describe().version == 2
+
+    async def one_by_one():
+        for row in rows:
+            yield row
+
+    async def run():
+        async with AsyncClient(f"127.0.0.1:{running.port}") as client:
+            async with await client.create() as session:
+                with pytest.raises(errors.CapacityError) as caught:
+                    await session.append(one_by_one(), batch_rows=batch_rows)
+                return caught.value.applied
+
+    assert asyncio.run(asyncio.wait_for(run(), WAIT_S)) == 2
 
 
 def test_threads_can_write_through_one_handle(running, client):

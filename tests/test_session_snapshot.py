@@ -17,7 +17,13 @@ import tiny_engine
 
 from jaxstate import models, session_snapshot
 from jaxstate.engine import Engine
-from jaxstate.errors import ForeignSnapshotError, PoolFullError, SessionError, SnapshotError
+from jaxstate.errors import (
+    ForeignSnapshotError,
+    PoolFullError,
+    SessionError,
+    SnapshotError,
+    SnapshotExistsError,
+)
 from jaxstate.kernels_pallas.block_selector import BlockSelector
 
 WEIGHTS = "weights-1"
@@ -136,6 +142,23 @@ def test_a_live_session_gives_way_to_its_snapshot_and_its_version_goes_on(engine
     _restore(engine, tmp_path / "one", session)
     assert _seen(engine, session) == before
     assert engine.session(session).version == version + 2
+
+
+def test_of_two_that_are_written_under_one_name_the_first_stays(engine, tmp_path, monkeypatch):
+    first, second = _slid(engine), engine.create(_ids(2, 9))
+    sync = session_snapshot._sync
+
+    def save_first(directory):
+        monkeypatch.undo()
+        _save(engine, first, tmp_path / "saved")
+        sync(directory)
+
+    monkeypatch.setattr(session_snapshot, "_sync", save_first)
+    with pytest.raises(SnapshotExistsError, match="saved exists already"):
+        _save(engine, second, tmp_path / "saved")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    _restore(engine, tmp_path / "saved", "copy")
+    assert engine.session("copy").token_ids == engine.session(first).token_ids
 
 
 def _damage(path, rng):
