@@ -28,7 +28,7 @@ from jaxstate.serving.snapshot_store import SnapshotStore
 
 NUM_THREADS = 64  # that may wait for the worker to take a verb
 Undo = Callable[[Any], Any]
-_LONG_TEXT = 4096  # bytes of a prompt that is worth a thread
+LONG_TEXT = 4096  # bytes of a message that is worth a thread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -266,7 +266,7 @@ class Call:
     async def ids(self, prompt: pb.Prompt, field: str, *, begins: bool = False) -> list[int]:
         """Return a prompt's token ids, see prompts.ids."""
         encode = functools.partial(prompts.ids, prompt, field, self.tokenizer, begins=begins)
-        is_long = prompt.WhichOneof("kind") != "tokens" and prompt.ByteSize() > _LONG_TEXT
+        is_long = prompt.WhichOneof("kind") != "tokens" and prompt.ByteSize() > LONG_TEXT
         return await self.run(encode) if is_long else encode()
 
     def with_tokenizer(self) -> Tokenizer:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Sized
 
 from jaxstate.errors import InputError
 from jaxstate.flash import Question
+from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.prepositioning import Entry
 from jaxstate.serving import jaxstate_pb2 as pb
-from jaxstate.serving import messages
+from jaxstate.serving import messages, prompts
 from jaxstate.serving.pending import Pending
-from jaxstate.serving.rpc_calls import Call
+from jaxstate.serving.rpc_calls import LONG_TEXT, Call
+
+MAX_CHOICES = 1024
+"""Of a question."""
+MAX_STOP = 64
+"""Texts that end an answer."""
 
 
 async def question(given: pb.Question, call: Call, *, begins: bool = False) -> Question:
@@ -19,27 +26,43 @@ async def question(given: pb.Question, call: Call, *, begins: bool = False) -> Q
     Args:
       begins: the prompt is a context of its own.
     Raises:
-      InputError: see prompts.ids, messages.sampling and messages.constraint.
+      InputError: more than anybody needs, or see prompts.ids, messages.sampling and
+        messages.constraint.
     """
+    vocab_size = call.service.model.vocab_size
+    _check_count(given.choices, MAX_CHOICES, "question.choices")
+    _check_count(given.eos_ids, vocab_size, "question.eos_ids")
+    _check_count(given.sampling.logit_bias, vocab_size, "question.sampling.logit_bias")
+    convert = functools.partial(_question, given, call.tokenizer, begins)
+    return await call.run(convert) if given.ByteSize() > LONG_TEXT else convert()
+
+
+def _question(given: pb.Question, tokenizer: Tokenizer | None, begins: bool) -> Question:
     eos_ids = set(given.eos_ids)
-    if call.tokenizer is not None and not given.ignore_model_eos:
-        eos_ids.update(call.tokenizer.eos_ids)
-    choices = [
-        tuple(await call.ids(choice, f"question.choices[{index}]"))
+    if tokenizer is not None and not given.ignore_model_eos:
+        eos_ids.update(tokenizer.eos_ids)
+    choices = tuple(
+        tuple(prompts.ids(choice, f"question.choices[{index}]", tokenizer))
         for index, choice in enumerate(given.choices)
-    ]
+    )
     return Question(
-        token_ids=tuple(await call.ids(given.prompt, "question.prompt", begins=begins)),
+        token_ids=tuple(prompts.ids(given.prompt, "question.prompt", tokenizer, begins=begins)),
         max_new_tokens=1 if choices else given.max_new_tokens,
-        choices=tuple(choices),
+        choices=choices,
         eos_ids=tuple(sorted(eos_ids)),
         sampling=messages.sampling(given.sampling),
         constraint=messages.constraint(given),
     )
 
 
+def _check_count(given: Sized, most: int, field: str) -> None:
+    if len(given) > most:
+        raise InputError(f"{field}: expected at most {most}, got {len(given)}; leave some out")
+
+
 async def query(request: pb.QueryRequest, call: Call) -> AsyncIterator[pb.AnswerPart]:
     """Ask a session."""
+    _check_count(request.stop, MAX_STOP, "stop")
     service, name = call.service, call.session_id(request.session_id)
     asked = await question(request.question, call)
     stale, entry = messages.stale(request.stale), messages.entry(request.entry)
@@ -59,6 +82,7 @@ async def query(request: pb.QueryRequest, call: Call) -> AsyncIterator[pb.Answer
 
 async def generate(request: pb.GenerateRequest, call: Call) -> AsyncIterator[pb.AnswerPart]:
     """Answer a prompt without a session."""
+    _check_count(request.stop, MAX_STOP, "stop")
     asked = await question(request.question, call, begins=True)
     if asked.choices:
         raise InputError("choices: expected none without a session; create one and query it")
@@ -120,6 +144,9 @@ async def declare(request: pb.DeclareRequest, call: Call) -> pb.DeclareResponse:
 
 
 async def _header(given: pb.Header, call: Call) -> Entry:
+    vocab_size = call.service.model.vocab_size
+    _check_count(given.eos_ids, vocab_size, "header.eos_ids")
+    _check_count(given.slot_ids, vocab_size, "header.slot_ids")
     return Entry(
         token_ids=tuple(await call.ids(given.prompt, "header.prompt")),
         max_new_tokens=given.max_new_tokens,

@@ -128,6 +128,19 @@ REQUESTS = {
         WRONG,
         "question.choices",
     ),
+    "too many choices": (
+        "Query",
+        pb.QueryRequest(session_id="s", question=question(choices=[tokens([1])] * 1025)),
+        WRONG,
+        "question.choices",
+    ),
+    "too many end tokens": (
+        "Query",
+        pb.QueryRequest(session_id="s", question=question(eos_ids=[1] * 1000)),
+        WRONG,
+        "question.eos_ids",
+    ),
+    "too many stop texts": ("Query", query("s", stop=["a"] * 65), WRONG, "stop"),
     "choices to commit": (
         "Query",
         pb.QueryRequest(session_id="s", commit=True, question=question(choices=[tokens([1])])),

@@ -19,7 +19,7 @@ from jaxstate.flash import Question
 from jaxstate.plan import JobClass
 from jaxstate.scheduler import State
 from jaxstate.serving import jaxstate_pb2 as pb
-from jaxstate.serving import rpc_calls
+from jaxstate.serving import prompts, rpc_calls
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "bench"))
 import hostile_messages  # noqa: E402
@@ -161,6 +161,25 @@ def test_a_message_beyond_the_limit_is_refused(engine, model):
             running.stub.Append(pb.AppendRequest(session_id="s", prompt=text("a" * 5000)))
         with refused(StatusCode.FAILED_PRECONDITION):
             running.stub.Append(pb.AppendRequest(session_id="s", prompt=text("a" * 4000)))
+
+
+def test_no_other_call_waits_for_a_question_that_is_long_only_by_its_many_choices(
+    running, stub, monkeypatch
+):
+    threads, ids = set(), prompts.ids
+
+    def note(*args, **more):
+        threads.add(threading.current_thread())
+        return ids(*args, **more)
+
+    monkeypatch.setattr(prompts, "ids", note)
+    _open(stub)
+    threads.clear()
+    choices = [text(f"{n:03} " + "a" * 60) for n in range(100)]
+    asked = pb.Question(prompt=tokens([30]), choices=choices)
+    with refused(StatusCode.INVALID_ARGUMENT):  # a choice is longer than a step
+        list(stub.Query(pb.QueryRequest(session_id="s", question=asked), timeout=WAIT_S))
+    assert len(threads) == 1 and running.loop._thread not in threads
 
 
 def test_nothing_is_applied_behind_an_append_of_a_stream_that_fails(stub):
