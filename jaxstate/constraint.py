@@ -36,6 +36,8 @@ class Constraint:
     regex: str | None = None
     grammar: str | None = None
 
+    _held = None, ""  # no field: the tokenizer it was compiled for, and what `compiled` found
+
     def __post_init__(self):
         """Check that it is one, of fair length."""
         given = {name: text for name, text in dataclasses.asdict(self).items() if text is not None}
@@ -143,6 +145,9 @@ class Guide:
 def compiled(constraint: Constraint, tokenizer: Tokenizer | None) -> Compiled:
     """Compile a constraint, or find it compiled; from any thread.
 
+    What it comes to stays with it: whoever keeps a question can have it answered at any time
+    without another compilation.
+
     Raises:
       InputError: it is damaged, too complex or allows nothing, or there is no tokenizer.
     """
@@ -150,10 +155,16 @@ def compiled(constraint: Constraint, tokenizer: Tokenizer | None) -> Compiled:
         raise InputError(
             f"{constraint.kind}: needs text, and this engine has no tokenizer; ask without it"
         )
-    try:
-        return tokenizer.constraints.compiled(constraint.kind, constraint.text)
-    except ValueError as error:
-        raise InputError(f"{constraint.kind}: {error}") from error
+    held_by, found = constraint._held
+    if held_by is not tokenizer:
+        try:
+            found = tokenizer.constraints.compiled(constraint.kind, constraint.text)
+        except ValueError as error:
+            found = f"{constraint.kind}: {error}"
+        object.__setattr__(constraint, "_held", (tokenizer, found))
+    if isinstance(found, str):
+        raise InputError(found)
+    return found
 
 
 def guide(

@@ -22,15 +22,21 @@ KEPT = 64
 """Compiled constraints that are kept for who comes next."""
 
 _LIMITS = llguidance.LLParserLimits(
-    max_items_in_row=2000,
+    max_items_in_row=1000,
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
-    step_max_items=50_000,
+    step_max_items=15_000,
     max_grammar_size=500_000,
     max_lexer_states=20_000,  # some 20 MB
     verbose_errors=False,
 )
-"""The library's own, but for the states."""
+"""The library's own, but for the states, and for the items: of ambiguous grammars they allow tokens
+that take 20 to 30 ms instead of 400; a hundred optional properties, any of which may come next, are
+400 in a row and up to 11,000 in a step."""
+
+_SPREAD = 4096
+"""Characters of a grammar for which one text more has to have begun before it is started anew, so
+that no text costs whoever follows it more than some 25 ms of that."""
 
 _LONGEST_MESSAGE = 400  # characters: it may quote all there is
 
@@ -99,6 +105,8 @@ class Compiled:
         self.is_text = constraints.is_text
         self._start = functools.partial(constraints.start, grammar)
         self._first = self._start()
+        self._spread = len(grammar) // _SPREAD
+        self._num_begun = 0
 
     def matcher(self) -> Matcher:
         """Return one for a text of its own."""
@@ -106,11 +114,15 @@ class Compiled:
 
     def begin(self) -> llguidance.LLMatcher:
         """Return the library's matcher at the beginning; all share what they find on the way."""
+        self._num_begun += 1
         return self._first.deep_copy()
 
-    def begin_anew(self) -> llguidance.LLMatcher:
-        """Likewise, without what others found, of which there is too much by now."""
+    def begin_anew(self) -> llguidance.LLMatcher | None:
+        """Likewise, without what others found; None where too few texts have begun to pay it."""
+        if self._num_begun <= self._spread:
+            return None
         self._first = self._start()
+        self._num_begun = 0
         return self.begin()
 
 
@@ -131,6 +143,7 @@ class Matcher:
         """
         self._compiled = compiled
         self._matcher = compiled.begin()
+        self._is_anew = False
         self._token_ids: list[int] = []
         self._look()
 
@@ -150,12 +163,19 @@ class Matcher:
         self._look()
 
     def _look(self) -> None:
-        if not self._see():
-            # Limits count what all matchers of a constraint have found together.
-            self._matcher = self._compiled.begin_anew()
-            self._matcher.consume_tokens(self._token_ids)
-            if not self._see():
-                raise ValueError(_sentence(self._matcher))
+        if self._see():
+            return
+        # States alone count what all matchers of a constraint have found together: nothing else
+        # would be less in a fresh one, and starting it takes as long as compiling.
+        if not self._is_anew and "too many states" in (self._matcher.get_error() or ""):
+            self._is_anew = True
+            matcher = self._compiled.begin_anew()
+            if matcher is not None:
+                self._matcher = matcher
+                self._matcher.consume_tokens(self._token_ids)
+                if self._see():
+                    return
+        raise ValueError(_sentence(self._matcher))
 
     def _see(self) -> bool:
         """Look at what may come next; False where the library gives up."""

@@ -16,6 +16,7 @@ there already is looked up by the caller's own thread.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
@@ -28,8 +29,8 @@ from jaxstate import drift, session_snapshot
 from jaxstate.config import EngineConfig
 from jaxstate.constraint import Constraint
 from jaxstate.engine import Engine
-from jaxstate.errors import BusyError, UnknownSessionError
-from jaxstate.flash import FlashQuery, Question
+from jaxstate.errors import BusyError, InputError, UnknownSessionError
+from jaxstate.flash import FlashBoard, FlashQuery, Question
 from jaxstate.generation import RequestOptions
 from jaxstate.metrics import Cells, Metrics, count_cells
 from jaxstate.models.config import ModelConfig
@@ -134,6 +135,8 @@ class LocalService:
         )  # fmt: skip
         for saved in self._durable.recover():
             self._lifecycle.recover(saved)
+        for session in self._sessions.values():
+            self._compile_registered(session.board)
         self._worker = Worker(
             self._commands, engine.executor, self._scheduler, self._durable, self._after_steps,
             self.metrics, clock,
@@ -246,8 +249,13 @@ class LocalService:
             session of this id is being created.
           PoolFullError, QuotaError: there is no room, or none for the tenant.
         """
-        read = self._lifecycle.read(path, fingerprint, session_id, tenant)
-        return self._call(functools.partial(self._lifecycle.put, *read))
+        snapshot, name, board, prepositions = self._lifecycle.read(
+            path, fingerprint, session_id, tenant
+        )
+        self._compile_registered(board)
+        return self._call(
+            functools.partial(self._lifecycle.put, snapshot, name, board, prepositions)
+        )
 
     def describe(self, session_id: str) -> SessionInfo:
         """Say how a session stands between two steps."""
@@ -583,6 +591,12 @@ class LocalService:
         """Compile what an answer has to be in the caller's thread: no step waits for it."""
         if constraint is not None:
             self._engine.verbs.compile(constraint)
+
+    def _compile_registered(self, board: FlashBoard) -> None:
+        for query in board.queries:
+            # What cannot be compiled any more is said by its evaluation.
+            with contextlib.suppress(InputError):
+                self._compile(query.question.constraint)
 
     def _call(self, function: Callable[[], Any]) -> Any:
         """Run a function on the worker and return what it returns once that is kept, or raise."""

@@ -477,6 +477,42 @@ def test_callers_compile_constraints_and_no_step_waits_for_it(service, monkeypat
     assert threads == [threading.get_ident()] * 4
 
 
+def test_a_registered_constraint_is_compiled_by_its_caller_and_when_the_service_starts(
+    shared_engine, tmp_path, monkeypatch
+):
+    workers, start = [], Constraints.start
+
+    def note(self, grammar):
+        workers.append(threading.current_thread() is not threading.main_thread())
+        return start(self, grammar)
+
+    monkeypatch.setattr(Constraints, "start", note)
+    kept = shared_engine.verbs._tokenizer.constraints
+    monkeypatch.setattr(kept, "compiled", kept._compile)  # others push out what was compiled
+
+    def journal():
+        return Journal(tmp_path / "journal.db", durability="normal", fingerprint="tiny")
+
+    for restarted in (False, True):
+        with tiny_service.started(shared_engine, journal=journal()) as service:
+            if not restarted:
+                session = service.create(FROZEN)
+                for n in range(2, 5):
+                    service.register(session, _question(1, 2, Constraint(regex=f"[a-z]{{{n}}}")))
+            for _ in range(2):
+                service.append(session, _ids(2, 3)).result(WAIT_S)
+                service.wait_until_idle(WAIT_S)
+            queries = service.flash_queries(session)
+            assert [query.answer.version for query in queries] == [service.version(session)] * 3
+            service.snapshot(session, tmp_path / f"saved{restarted}", fingerprint="tiny")
+            service.restore(
+                tmp_path / f"saved{restarted}", fingerprint="tiny", session_id=f"r{restarted}"
+            )
+            service.wait_until_idle(WAIT_S)
+            service.close_session(f"r{restarted}")
+    assert workers == [False] * 12
+
+
 def test_nothing_is_compiled_for_a_constraint(service):
     session = service.create(FROZEN)
     for seed in range(3):

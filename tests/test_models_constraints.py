@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
 import threading
@@ -185,6 +186,61 @@ def test_what_all_texts_of_a_constraint_have_found_is_no_limit_to_the_next(monke
             matcher.accept(idx)
             text += ("a", "b", "ab")[idx]
     assert anew
+
+
+@pytest.mark.parametrize("text", ["[ab]*a[ab]{9}=?", "([ab]*a[ab]{9}){9}" + "=" * 20_000])
+def test_a_text_starts_a_constraint_anew_once_at_most_and_only_where_that_is_cheap(
+    monkeypatch, text
+):
+    limits = constraints.llguidance.LLParserLimits
+    monkeypatch.setattr(constraints, "_LIMITS", limits(max_lexer_states=40, verbose_errors=False))
+    starts, start = [], Constraints.start
+    monkeypatch.setattr(
+        Constraints, "start", lambda self, grammar: starts.append(1) or start(self, grammar)
+    )
+    compiled = Constraints([b"a", b"b", b"ab", b"="]).compiled("regex", text)
+    rng, matcher = random.Random(1), compiled.matcher()
+    with pytest.raises(ValueError, match="too many states"):
+        for _ in range(200):
+            matcher.accept(rng.randrange(2))
+    assert len(starts) == (1 if len(text) > 1000 else 2)
+
+
+def test_what_a_fresh_start_would_not_help_is_not_started_anew(monkeypatch):
+    starts, start = [], Constraints.start
+    monkeypatch.setattr(
+        Constraints, "start", lambda self, grammar: starts.append(1) or start(self, grammar)
+    )
+    schema = {"properties": {f"p{n}": {"type": "string"} for n in range(600)}}
+    compiled = Constraints([bytes([n]) for n in range(255)]).compiled(
+        "json_schema", json.dumps(schema)
+    )
+    matcher = compiled.matcher()
+    with pytest.raises(ValueError, match="items"):
+        for byte in b'{"p599":"a","p':
+            matcher.accept(byte)
+    assert starts == [1]
+
+
+def test_a_grammar_whose_steps_take_ever_longer_is_given_up_soon():
+    grammar = 'start: e\ne: e "+" e | e e | "a" | "b"'
+    matcher = Constraints([b"aaaa", b"b"]).compiled("grammar", grammar).matcher()
+    with pytest.raises(ValueError, match="items"):
+        for _ in range(100):
+            matcher.accept(0)
+
+
+def test_a_schema_of_a_hundred_properties_is_kept_whichever_come():
+    names = [f"property{n}" for n in range(100)]
+    schema = {"properties": {name: {"type": ["string", "integer", "null"]} for name in names}}
+    compiled = Constraints([bytes([n]) for n in range(255)]).compiled(
+        "json_schema", json.dumps(schema)
+    )
+    for few in (names[:1], names[-2:], names[::7], names):
+        matcher = compiled.matcher()
+        for byte in json.dumps(dict.fromkeys(few, "x")).encode():
+            matcher.accept(byte)
+        assert matcher.may_end
 
 
 def test_many_threads_compile_and_follow_the_same_constraints(by_name):
