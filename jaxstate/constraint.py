@@ -129,17 +129,23 @@ class Guide:
         return bits
 
     def accept(self, token_id: int) -> None:
-        """Go on behind a token that was drawn and is no end token.
+        """Go on behind a token that was drawn; nothing comes behind an end token.
 
         Raises:
           InputError: it was not allowed, or none of the model's tokens goes on.
         """
-        if not self._matcher.allowed[token_id // 32] >> (token_id % 32) & 1:
+        ends = token_id in self._end_ids
+        if not (self._matcher.may_end if ends else self._allows(token_id)):
             raise InputError("logit_bias: expected one that leaves a token to go on with, got none")
+        if ends:
+            return
         try:
             self._matcher.accept(token_id)
         except ValueError as error:
             raise InputError(f"{self._kind}: {error}") from error
+
+    def _allows(self, token_id: int) -> bool:
+        return bool(self._matcher.allowed[token_id // 32] >> (token_id % 32) & 1)
 
 
 def compiled(constraint: Constraint, tokenizer: Tokenizer | None) -> Compiled:

@@ -107,7 +107,7 @@ def stream_tokens(
             gap = following.gap if index == 1 else gap
         token_id, logprob, top = _pick(executor, request, following, tail.position)
         ended = token_id in request.eos_ids
-        if guide is not None and not ended:
+        if guide is not None:
             guide.accept(token_id)
         text = "" if ended or detokenizer is None else watch.push(detokenizer.push(token_id))
         complete = guide is not None and guide.is_finished

@@ -420,6 +420,18 @@ def test_end_tokens_end_a_whole_text_whatever_they_stand_for(engine, model):
         )
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_end_token_ends_a_text_whose_every_beginning_is_banned(engine, model, temperature):
+    session = engine.create(FROZEN)
+    begins = [n for n in range(3, 260) if model.tokenizer.token_bytes(n)[:1] in (b"y", b"n")]
+    banned = Sampling(logit_bias=dict.fromkeys(begins, -np.inf), temperature=temperature)
+    with pytest.raises(InputError, match="^logit_bias: "):
+        engine.query(
+            session, _ids(1), max_new_tokens=4, constraint=Constraint(regex="yes|no"), eos_ids=[0],
+            sampling=banned,
+        )  # fmt: skip
+
+
 def test_a_character_that_is_cut_at_the_last_token_is_left_out(engine):
     session = engine.create(FROZEN)
     answer = engine.query(
