@@ -26,7 +26,8 @@ class Quota:
     Attributes:
       max_sessions: open at once.
       max_cells: tokens of the contexts of all its sessions, wherever they are kept, and the most
-        that its calls under way can add to them. What it shares with itself counts for each.
+        that its calls under way can add to them: to one that slides, never more than its window
+        holds. What it shares with itself counts for each.
       max_requests: calls under way at once, streams among them.
       requests_per_s: calls begun, on average; as many as those of a second at once.
     """
@@ -48,6 +49,17 @@ class Usage:
     cells: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Held:
+    """What a verb under way may take; `most` is the longest that it may leave its session."""
+
+    ticket: Ticket | None  # None = it is not submitted yet
+    session: str
+    sessions: int
+    cells: int
+    most: int | None
+
+
 class Holdings:
     """Counts what tenants have of an engine; used by the thread that owns it."""
 
@@ -60,11 +72,22 @@ class Holdings:
         """
         self._sessions = sessions
         self._quota_of = quota_of or (lambda tenant: Quota())
-        self._reserved: dict[str, list[tuple[Ticket, Usage]]] = {}  # by verbs under way
+        self._reserved: dict[str, list[_Held]] = {}  # by verbs under way, in order
 
-    def check(self, tenant: str, *, sessions: int = 0, cells: int = 0) -> None:
+    def check(
+        self,
+        tenant: str,
+        *,
+        sessions: int = 0,
+        cells: int = 0,
+        session: str = "",
+        most: int | None = None,
+    ) -> None:
         """See that a tenant may have so much more.
 
+        Args:
+          session, most: of a verb that leaves this session no longer than so many tokens, whatever
+            it adds; None = it may become as much longer as there are cells.
         Raises:
           QuotaError: it may not.
         """
@@ -76,25 +99,53 @@ class Holdings:
             tenant, "max_sessions", quota.max_sessions, used.sessions, sessions,
             what="open sessions", remedy="close one",
         )  # fmt: skip
+        more = _Held(ticket=None, session=session, sessions=sessions, cells=cells, most=most)
         _check(
-            tenant, "max_cells", quota.max_cells, used.cells, cells,
+            tenant, "max_cells", quota.max_cells, used.cells,
+            self._cells(tenant, [*self._held(tenant), more]) - used.cells,
             what="cells of sessions and calls under way",
             remedy="close a session, roll one back, ask for less",
         )  # fmt: skip
 
-    def reserve(self, ticket: Ticket, tenant: str, *, sessions: int = 0, cells: int) -> None:
-        """Count what a verb may take until it has ended."""
-        held = [one for one in self._reserved.get(tenant, ()) if not one[0].has_ended]
-        self._reserved[tenant] = [*held, (ticket, Usage(sessions=sessions, cells=cells))]
+    def reserve(
+        self,
+        ticket: Ticket,
+        tenant: str,
+        *,
+        sessions: int = 0,
+        cells: int,
+        most: int | None = None,
+    ) -> None:
+        """Count what a verb may take until it has ended; arguments as of check."""
+        held = _Held(
+            ticket=ticket, session=ticket.session, sessions=sessions, cells=cells, most=most
+        )
+        self._reserved[tenant] = [*self._held(tenant), held]
 
     def usage(self, tenant: str) -> Usage:
         """Return what a tenant has, with what its verbs under way may take."""
-        mine = [one for one in self._sessions.values() if one.tenant == tenant]
-        held = [usage for ticket, usage in self._reserved.get(tenant, ()) if not ticket.has_ended]
+        held = self._held(tenant)
+        num_open = sum(one.tenant == tenant for one in self._sessions.values())
         return Usage(
-            sessions=len(mine) + sum(usage.sessions for usage in held),
-            cells=sum(one.context_len for one in mine) + sum(usage.cells for usage in held),
+            sessions=num_open + sum(one.sessions for one in held), cells=self._cells(tenant, held)
         )
+
+    def _held(self, tenant: str) -> list[_Held]:
+        held = self._reserved.get(tenant, ())
+        return [one for one in held if one.ticket is None or not one.ticket.has_ended]
+
+    def _cells(self, tenant: str, held: list[_Held]) -> int:
+        """Add up the longest that sessions can become, and what calls need beside them."""
+        mine = self._sessions.items()
+        now = {name: one.context_len for name, one in mine if one.tenant == tenant}
+        longest, beside = dict(now), 0
+        for one in held:
+            if one.most is None or one.session not in now:
+                beside += one.cells
+                continue
+            now[one.session] = min(now[one.session] + one.cells, one.most)
+            longest[one.session] = max(longest[one.session], now[one.session])
+        return sum(longest.values()) + beside
 
 
 class Requests:

@@ -64,6 +64,7 @@ class Submissions:
         job_class: JobClass,
         *,
         cells: int,
+        most: int | None = None,
         exclusive: bool = False,
         deadline_s: float = math.inf,
     ) -> Ticket:
@@ -72,6 +73,7 @@ class Submissions:
         Args:
           begin: the verb, of session id and tokens.
           cells: the most that it can add to the session.
+          most: the longest that it can leave it, in tokens, if that is less, see Holdings.check.
           exclusive: see Scheduler.submit.
           deadline_s: seconds after which it need not be begun any more.
         Raises:
@@ -80,7 +82,7 @@ class Submissions:
         """
         tenant = self._verbs.session(session_id).tenant  # known, or refused at once
         if pending.asked:
-            self._holdings.check(tenant, cells=cells)
+            self._holdings.check(tenant, cells=cells, session=session_id, most=most)
         now = self._clock()
         after: frozenset[int] = frozenset()
         if session_id in self._reviving:  # once is enough, and now somebody waits for it
@@ -92,7 +94,7 @@ class Submissions:
             deadline=pending.asked + deadline_s, after=after, exclusive=exclusive,
         )  # fmt: skip
         if pending.asked:
-            self._holdings.reserve(ticket, tenant, cells=cells)
+            self._holdings.reserve(ticket, tenant, cells=cells, most=most)
         self._durable.hold(ticket)
         self.attach(pending, ticket)
         return ticket

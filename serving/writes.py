@@ -67,10 +67,12 @@ class Writes:
         session = self._verbs.session(session_id)
         count = len(token_ids)
         ahead = sum(self.under_way(session_id).values())
-        full = session.context_len + ahead + count > self._verbs.config.context_len
+        window = self._verbs.config.context_len
+        full = session.context_len + ahead + count > window
+        most = window if session.when_full == "slide" else None
         self._submit_numbered(
-            pending, begin, session_id, token_ids, number, "append", cells=count, exclusive=full,
-            **how,
+            pending, begin, session_id, token_ids, number, "append", cells=count, most=most,
+            exclusive=full, **how,
         )  # fmt: skip
 
     def update(
@@ -89,7 +91,7 @@ class Writes:
             count -= common_len(stream, np.asarray(token_ids, np.int64))
         self._submit_numbered(
             pending, self._verbs.update, session_id, token_ids, number, "update", cells=count,
-            exclusive=True, **how,
+            most=session.frozen_len + len(token_ids), exclusive=True, **how,
         )  # fmt: skip
 
     def rollback(

@@ -439,6 +439,37 @@ def test_cells_are_counted_with_what_is_under_way_and_come_back(ann, bob, runnin
     assert _generate(bob)[0] == 0
 
 
+def test_a_session_that_slides_goes_on_with_cells_for_its_window(ann, running, path):
+    _quota(path, "ann", max_cells=96)  # context_len
+    _open(ann, "s", IDS[:2], when_full=pb.WHEN_FULL_SLIDE)
+    for _ in range(30):
+        ann.Append(pb.AppendRequest(session_id="s", prompt=tokens(IDS[:4])))
+    assert _session(ann).evicted_tokens > 0
+    errors = _race(
+        running.service,
+        8,
+        lambda n: ann.Append(pb.AppendRequest(session_id="s", prompt=tokens(IDS[:20]))),
+    )
+    assert errors == []
+    held = _session(ann).context_tokens
+    with refused(StatusCode.RESOURCE_EXHAUSTED) as errors:
+        _open(ann, "t", [3] * (97 - held))
+    assert _is_over(errors[0], "max_cells")
+
+
+def test_an_update_counts_for_what_it_adds(ann, path):
+    _quota(path, "ann", max_cells=60)
+    _open(ann, "s", IDS[:2])
+    ann.Append(pb.AppendRequest(session_id="s", prompt=tokens(IDS * 2 + IDS[:10])))
+    for count in (48, 58):  # shorter, then as much as there may be; nothing in common
+        ids = [count + n for n in range(count)]
+        ann.Update(pb.UpdateRequest(session_id="s", prompt=tokens(ids)))
+    with refused(StatusCode.RESOURCE_EXHAUSTED) as errors:
+        ann.Update(pb.UpdateRequest(session_id="s", prompt=tokens([3] * 59)))
+    assert errors[0].details().startswith("max_cells: expected at most 60 cells")
+    assert "got 60 and 1 more" in errors[0].details()
+
+
 def test_what_is_restored_counts_unless_it_takes_the_place_of_as_much(ann, running, path, tmp_path):
     _quota(path, "ann", max_sessions=1, max_cells=9)
     _open(ann, "s", IDS[:9])
