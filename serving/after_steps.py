@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import collections
+from collections.abc import Callable, Iterable
 
 from jaxstate.answer import Answer, Source
 from jaxstate.calibration import ShadowSample
@@ -18,6 +19,10 @@ from jaxstate.serving.questions import Questions
 from jaxstate.serving.submissions import Submissions
 from jaxstate.serving.writes import Writes
 from jaxstate.verbs import Verbs
+
+UNASKED = 128
+"""Registered questions of a tenant that are under way at once, and headers: the others come when
+these are over, so that no step is planned out of thousands."""
 
 
 class AfterSteps:
@@ -110,10 +115,14 @@ class AfterSteps:
 
     def evaluate(self, changing: set[str]) -> None:
         """Submit what registered questions lack, together, where no append is on its way."""
+        submitted = self._by_tenant(self._evaluations.tickets)
         for session_id, session in self._sessions.items():
-            if session_id in changing:
+            tenant = self._verbs.session(session_id).tenant
+            if session_id in changing or submitted[tenant] >= UNASKED:
                 continue
-            for query in self._evaluations.lacking(session.board, session.version):
+            lacking = self._evaluations.lacking(session.board, session.version)
+            for query in lacking[: UNASKED - submitted[tenant]]:
+                submitted[tenant] += 1
                 try:
                     self._questions.evaluate(
                         self._submissions.unasked(), session_id, query, asked=0
@@ -125,17 +134,27 @@ class AfterSteps:
         """Submit what sessions lack ahead of their next questions, behind all else."""
         advancing = self._questions.advancing
         busy = changing | self._evaluations.sessions | {ticket.session for ticket in advancing}
+        submitted = self._by_tenant(advancing)
         for session_id, session in self._sessions.items():
-            if session_id in busy:
+            tenant = self._verbs.session(session_id).tenant
+            if session_id in busy or submitted[tenant] >= UNASKED:
                 continue
             prepositions, version = session.prepositions, session.version
             for entry in prepositions.outdated(version):
+                submitted[tenant] += 1
                 try:
                     ticket = self._questions.advance(self._submissions.unasked(), session_id, entry)
                 except JaxStateError:
                     prepositions.fail(entry, version)  # does not fit; questions will say so
                     continue
                 advancing[ticket] = (prepositions, entry, version)
+
+    def _by_tenant(self, tickets: Iterable[Ticket]) -> collections.Counter[str]:
+        """Count verbs of sessions that are open."""
+        sessions = self._verbs.sessions
+        return collections.Counter(
+            sessions[one.session].tenant for one in tickets if one.session in sessions
+        )
 
     def maintain(self) -> bool:
         """Submit the repacking of sessions that have changed and leave many cells dead."""

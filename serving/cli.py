@@ -42,6 +42,7 @@ from jaxstate.serving import doctor as doctor_command
 from jaxstate.serving import render as render_command
 from jaxstate.serving.grpc_server import ServerConfig
 from jaxstate.serving.journal import Durability
+from jaxstate.serving.open_session import MAX_HEADERS, MAX_REGISTERED
 from jaxstate.serving.remote_cli import (
     Json,
     Server,
@@ -282,6 +283,12 @@ def serve(
             show_default="in --state-dir",
         ),
     ] = None,
+    max_registered: Annotated[
+        int, typer.Option(min=0, help="Questions that a session may have registered.")
+    ] = MAX_REGISTERED,
+    max_headers: Annotated[
+        int, typer.Option(min=0, help="Headers that a session may have declared.")
+    ] = MAX_HEADERS,
     durability: Annotated[
         str,
         typer.Option(
@@ -307,6 +314,7 @@ def serve(
         weights=cast(Weights, weights), metrics_port=metrics_port, metrics_host=metrics_host,
         tls=_tls(tls_cert, tls_key, tls_client_ca), auth_tokens=auth_tokens, force=force,
         state_dir=state_dir, snapshot_dir=snapshot_dir, durability=cast(Durability, durability),
+        max_registered=max_registered, max_headers=max_headers,
         server=ServerConfig(host=host, port=port, grace_s=grace_s),
         sizes=Sizes(
             max_model_len=max_model_len, kv_cells=kv_cells, page_size=page_size,

@@ -43,6 +43,11 @@ class Evaluations:
         """Sessions of which a question is being answered."""
         return {ticket.session for ticket in self._by_ticket}
 
+    @property
+    def tickets(self) -> list[Ticket]:
+        """All that are under way."""
+        return list(self._by_ticket)
+
     def add(self, ticket: Ticket, evaluation: Evaluation) -> None:
         """Note one that was submitted."""
         self._by_ticket[ticket] = evaluation

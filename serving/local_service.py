@@ -45,7 +45,7 @@ from jaxstate.serving.durable import Durable
 from jaxstate.serving.evaluations import Evaluations
 from jaxstate.serving.journal import Journal
 from jaxstate.serving.lifecycle import Lifecycle
-from jaxstate.serving.open_session import OpenSession
+from jaxstate.serving.open_session import MAX_HEADERS, MAX_REGISTERED, OpenSession
 from jaxstate.serving.pending import Pending
 from jaxstate.serving.questions import From, Questions, Stale
 from jaxstate.serving.quotas import Holdings, QuotaOf, Usage
@@ -67,6 +67,8 @@ class LocalService:
         step_tokens: int | None = None,
         max_waiting: int = 1024,
         preposition: int = 4,
+        max_registered: int = MAX_REGISTERED,
+        max_headers: int = MAX_HEADERS,
         journal: Journal | None = None,
         snapshots: Snapshots | None = None,
         quota_of: QuotaOf | None = None,
@@ -80,6 +82,9 @@ class LocalService:
           max_waiting: verbs of a class that may wait; more are refused with BusyError.
           preposition: beginnings of questions of a session that are paid for in idle time, after
             every change of it; 0 = only headers that were declared.
+          max_registered, max_headers: questions that a session may have registered, and headers
+            declared: all of them are computed after every change of it. Those that come with a
+            journal or a snapshot stay.
           journal: what must not be lost is in it before a caller is told; sessions that are in it
             are opened again, and their cells computed in idle time or when somebody asks. Closed
             with the service.
@@ -101,6 +106,8 @@ class LocalService:
         self._engine = engine
         self._clock = clock
         self._max_waiting = max_waiting
+        self._max_registered = max_registered
+        self._max_headers = max_headers
         self._submitting: collections.Counter[JobClass] = collections.Counter()
         self._sessions: dict[str, OpenSession] = {}
         self._commands = Commands()
@@ -427,11 +434,14 @@ class LocalService:
 
         A question that begins with it forwards only the rest; one that is exactly the header is
         answered by what was decoded ahead.
+
+        Raises:
+          CapacityError: the session has max_headers others.
         """
 
         def declare() -> None:
             self._engine.verbs.check_entry(session_id, header.token_ids)
-            self._sessions[session_id].prepositions.declare(header)
+            self._sessions[session_id].declare(header, self._max_headers)
             self._durable.declared(session_id, header)
 
         self._call(declare)
@@ -452,6 +462,8 @@ class LocalService:
 
         Args:
           risk: of queries that do not say one, see query; None = they get full answers.
+        Raises:
+          CapacityError: the session has max_registered others.
         """
         if risk is not None:
             drift.check_risk(risk)
@@ -459,7 +471,7 @@ class LocalService:
 
         def register() -> FlashQuery:
             self._engine.session(session_id)
-            query = self._sessions[session_id].board.register(question, risk)
+            query = self._sessions[session_id].register(question, risk, self._max_registered)
             self._durable.registered(session_id, query)
             return query
 
@@ -613,6 +625,8 @@ class LocalService:
         rows = self._scheduler.limits.rows
         with self._changed:
             waiting = self._scheduler.waiting[job_class] + self._submitting[job_class]
+            if job_class is JobClass.ADVANCE:  # most of them nobody asked for
+                waiting -= len(self._questions.advancing)
             if waiting >= self._max_waiting:
                 raise BusyError(
                     f"{self._max_waiting} verbs of class {job_class.name} wait already, which is "

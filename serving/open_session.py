@@ -6,10 +6,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jaxstate.answer import Answer
+from jaxstate.errors import CapacityError
 from jaxstate.flash import FlashBoard, FlashQuery, Question
-from jaxstate.prepositioning import Prepositions
+from jaxstate.prepositioning import Entry, Prepositions
 from jaxstate.serving.answer_log import AnswerLog, FreshAnswer
 from jaxstate.serving.write_memory import WriteMemory
+
+MAX_REGISTERED = 64
+MAX_HEADERS = 16
+"""Registered questions and declared headers of a session, unless told otherwise."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -40,6 +45,18 @@ class OpenSession:
     def is_outdated(self) -> bool:
         """Whether something is to be computed for it in idle time."""
         return bool(self.board.outdated(self.version) or self.prepositions.outdated(self.version))
+
+    def register(self, question: Question, risk: float | None, most: int) -> FlashQuery:
+        """See LocalService.register; `most` there may be."""
+        if self.board.find(question) is None:
+            _check_count("registered questions", len(self.board.queries), most, "max_registered")
+        return self.board.register(question, risk)
+
+    def declare(self, header: Entry, most: int) -> None:
+        """See LocalService.declare; `most` there may be."""
+        if not self.prepositions.is_declared(header.token_ids):
+            _check_count("declared headers", len(self.prepositions.declared), most, "max_headers")
+        self.prepositions.declare(header)
 
     def look_up(self, question: Question, *, stale: bool = False) -> Answer | None:
         """See FlashBoard.look_up."""
@@ -84,3 +101,12 @@ class OpenSession:
             for one in found
         ]
         return aged, self.log.cursor
+
+
+def _check_count(what: str, count: int, most: int, limit: str) -> None:
+    """Raise CapacityError where one more would be too many."""
+    if count >= most:
+        raise CapacityError(
+            f"{what}: expected at most {most} in a session, got {count} and 1 more; use another "
+            f"session or have {limit} raised"
+        )

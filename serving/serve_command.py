@@ -26,6 +26,7 @@ from jaxstate.serving.grpc_server import GrpcServer, ServerConfig
 from jaxstate.serving.journal import Durability, Journal
 from jaxstate.serving.live_page import LivePage
 from jaxstate.serving.local_service import LocalService
+from jaxstate.serving.open_session import MAX_HEADERS, MAX_REGISTERED
 from jaxstate.serving.rpc_calls import Served
 from jaxstate.serving.serve_sizes import Sizes
 from jaxstate.serving.snapshot_store import SnapshotStore
@@ -53,6 +54,7 @@ class ServeOptions:
       force: let other machines in where nobody has to say who he is.
       state_dir: where sessions outlive the process; None = they end with it.
       durability: see Journal; "off" = nothing is kept.
+      max_registered, max_headers: of a session, see LocalService.
       snapshot_dir: of what clients save by name; None = beside what state_dir keeps, if that is.
     """
 
@@ -70,6 +72,8 @@ class ServeOptions:
     state_dir: pathlib.Path | None = None
     durability: Durability = "full"
     snapshot_dir: pathlib.Path | None = None
+    max_registered: int = MAX_REGISTERED
+    max_headers: int = MAX_HEADERS
 
     def __post_init__(self):
         """Refuse what would let others in unasked, or lose what is to be kept."""
@@ -175,7 +179,10 @@ def _load(
         engine = Engine(
             loaded.params, loaded.config, config, tokenizer=loaded.tokenizer, progress=compiling
         )
-    service = LocalService(engine, quota_of=access.quota if access else None, **kept)
+    service = LocalService(
+        engine, quota_of=access.quota if access else None, max_registered=options.max_registered,
+        max_headers=options.max_headers, **kept,
+    )  # fmt: skip
     if kept:
         count = len(service.describe_all())
         terminal.say(log, f"{count} sessions are there from before, in {options.state_dir}")

@@ -7,7 +7,7 @@ import tiny_engine
 import tiny_service
 
 from jaxstate.answer import Source
-from jaxstate.errors import InputError
+from jaxstate.errors import CapacityError, InputError
 from jaxstate.flash import Question
 from jaxstate.plan import JobClass
 from jaxstate.prepositioning import Entry
@@ -48,6 +48,30 @@ def test_a_registered_question_drawn_otherwise_resumes_behind_it(service):
     assert (longer.source, longer.tokens_forwarded) == (Source.RESUMED, 2)
     want = tiny_engine.greedy([*CONTEXT, *_ids(2)], 6)
     assert longer.token_ids == tuple(want)
+
+
+def test_a_session_has_so_many_declared_headers_and_no_more():
+    with tiny_service.started(max_headers=2) as service:
+        session = service.create(CONTEXT)
+        for seed in (1, 2):
+            service.declare(session, Entry(token_ids=_ids(seed)))
+        with pytest.raises(
+            CapacityError, match="declared headers: expected at most 2 .*, got 2 and 1"
+        ):
+            service.declare(session, Entry(token_ids=_ids(3)))
+        service.declare(session, Entry(token_ids=_ids(2), max_new_tokens=2))  # is there already
+        service.declare(service.create(CONTEXT), Entry(token_ids=_ids(3)))
+
+
+def test_headers_of_one_session_are_in_nobodys_way():
+    with tiny_service.started(max_waiting=4) as service:
+        session, other = service.create(CONTEXT), service.create(CONTEXT, tenant="bob")
+        for seed in range(8):
+            service.declare(session, Entry(token_ids=_ids(seed), max_new_tokens=30))
+        service.append(session, _ids(9)).result(WAIT_S)
+        with service._changed:
+            assert service._changed.wait_for(lambda: len(service._questions.advancing) > 4, WAIT_S)
+        assert service.advance(other, Entry(token_ids=_ids(3))).result(WAIT_S).token_ids
 
 
 def test_a_declared_header_is_decoded_ahead_after_every_change(service):

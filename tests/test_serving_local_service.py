@@ -11,8 +11,17 @@ import tiny_engine
 import tiny_service
 
 from jaxstate.answer import Source
-from jaxstate.errors import BusyError, CancelledError, ExpiredError, InputError, SessionError
+from jaxstate.errors import (
+    BusyError,
+    CancelledError,
+    CapacityError,
+    ExpiredError,
+    InputError,
+    SessionError,
+)
 from jaxstate.flash import Question
+from jaxstate.plan import JobClass
+from jaxstate.serving.after_steps import UNASKED
 from jaxstate.serving.local_service import LocalService
 
 WAIT_S = 60
@@ -251,6 +260,43 @@ def test_an_evaluation_that_someone_waits_for_is_not_dropped_for_an_append(servi
     service.wait_until_idle(WAIT_S)
     assert query.answer is not None and query.answer.version == 1
     assert query.evaluations == 2
+
+
+def test_a_session_has_so_many_registered_questions_and_no_more():
+    with tiny_service.started(max_registered=2) as service:
+        session, other = service.create([1, 2]), service.create([1, 2])
+        first = service.register(session, _question(1))
+        service.register(session, _question(2))
+        with pytest.raises(
+            CapacityError, match="registered questions: expected at most 2 .*, got 2 and 1"
+        ):
+            service.register(session, _question(3))
+        service.register(session, _question(2), risk=0.1)  # is there already
+        service.register(other, _question(3))
+        service.unregister(session, first.flash_id)
+        service.register(session, _question(3))
+        assert len(service.flash_queries(session)) == 2
+
+
+def test_a_tenants_questions_are_submitted_a_few_at_a_time_and_all_answered():
+    with tiny_service.started(max_registered=UNASKED) as service:
+        names = [service.create([1, 2], tenant=tenant) for tenant in ("ann", "ann", "bob")]
+        release = tiny_service.hold(service)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            for name in names:  # as if registered between two steps
+                board = service._sessions[name].board
+                for n in range(UNASKED // 2 + 10):
+                    board.register(Question(token_ids=(n // 250 + 1, n % 250 + 1)))
+            created = pool.submit(service.create, (), tenant="eve")
+            most: list[int] = []
+            end = service.listen(lambda: most.append(service._scheduler.waiting[JobClass.FLASH]))
+            release.set()
+            created.result(WAIT_S)
+        service.wait_until_idle(WAIT_S)
+        end()
+        assert max(most) == UNASKED + UNASKED // 2 + 10  # of ann, of bob
+        for name in names:
+            assert all(one.answer for one in service.flash_queries(name))
 
 
 def test_choices_are_registered_like_other_questions(service):
