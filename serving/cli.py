@@ -342,7 +342,8 @@ def token(
 
     The file has a line of JSON for each tenant: its name, the token's SHA-256, and, written by
     hand, "certificates" (names in client certificates) and quotas: "max_sessions", "max_cells",
-    "max_requests" (at once), "requests_per_s". A server reads it again as soon as it changes.
+    "max_requests" (at once), "requests_per_s", "max_snapshots" (100 where it is not given). A
+    server reads it again as soon as it changes.
     """
     if remove:
         tokens_file.remove(file, tenant)

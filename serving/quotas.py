@@ -16,6 +16,7 @@ from jaxstate.errors import JaxStateError, QuotaError
 from jaxstate.scheduler import Ticket
 from jaxstate.session import Session
 
+MAX_SNAPSHOTS = 100  # unless told otherwise: they fill the disk that all share
 _SOON_S = 1.0  # when to come again where that depends on the tenant's other calls; a guess
 
 
@@ -30,12 +31,14 @@ class Quota:
         holds. What it shares with itself counts for each.
       max_requests: calls under way at once, streams among them.
       requests_per_s: calls begun, on average; as many as those of a second at once.
+      max_snapshots: saved by name.
     """
 
     max_sessions: int | None = None
     max_cells: int | None = None
     max_requests: int | None = None
     requests_per_s: float | None = None
+    max_snapshots: int | None = MAX_SNAPSHOTS
 
 
 QuotaOf = Callable[[str], Quota]
@@ -95,12 +98,12 @@ class Holdings:
         if quota.max_sessions is None and quota.max_cells is None:
             return
         used = self.usage(tenant)
-        _check(
+        check_limit(
             tenant, "max_sessions", quota.max_sessions, used.sessions, sessions,
             what="open sessions", remedy="close one",
         )  # fmt: skip
         more = _Held(ticket=None, session=session, sessions=sessions, cells=cells, most=most)
-        _check(
+        check_limit(
             tenant, "max_cells", quota.max_cells, used.cells,
             self._cells(tenant, [*self._held(tenant), more]) - used.cells,
             what="cells of sessions and calls under way",
@@ -193,7 +196,7 @@ class Requests:
             self.running[tenant] -= 1
 
     def _admit(self, tenant: str, quota: Quota) -> None:
-        _check(
+        check_limit(
             tenant, "max_requests", quota.max_requests, self.running[tenant], 1,
             what="calls under way", remedy="wait for one to end",
         )  # fmt: skip
@@ -211,10 +214,10 @@ class Requests:
         self._buckets[tenant] = left - 1.0, now
 
 
-def _check(
+def check_limit(
     tenant: str, quota: str, limit: int | None, used: int, more: int, *, what: str, remedy: str
 ) -> None:
-    """Raise where more would be too much; who is above a quota already may still give back."""
+    """Raise QuotaError where more would be too much; who has too much may still give back."""
     if limit is not None and more and used + more > limit:
         raise QuotaError(
             f"{quota}: expected at most {limit} {what}, got {used} and {more} more; {remedy}, or "

@@ -27,6 +27,8 @@ from jaxstate.serving.pending import Pending
 from jaxstate.serving.snapshot_store import SnapshotStore
 
 NUM_THREADS = 64  # that may wait for the worker to take a verb
+NUM_TEXT_THREADS = 8  # that encode and decode text, and may take seconds for it
+NUM_SNAPSHOT_THREADS = 2  # that save and restore: each holds a session's cells in host memory
 Undo = Callable[[Any], Any]
 LONG_TEXT = 4096  # bytes of a message that is worth a thread
 
@@ -63,7 +65,10 @@ class Backend:
         self._loop = asyncio.get_running_loop()
         self._served: Served | None = None
         self._draining = False
-        self._threads = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "jaxstate-call")
+        pool = concurrent.futures.ThreadPoolExecutor
+        self._threads = pool(NUM_THREADS, "jaxstate-call")
+        self.text_threads = pool(NUM_TEXT_THREADS, "jaxstate-text")
+        self.snapshot_threads = pool(NUM_SNAPSHOT_THREADS, "jaxstate-snapshot")
         self._changed: asyncio.Future[None] = self._loop.create_future()
         self._told = False
         self._unlisten: Callable[[], None] = lambda: None
@@ -98,16 +103,28 @@ class Backend:
         """Let go of the service."""
         unlisten, self._unlisten = self._unlisten, lambda: None
         unlisten()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self.text_threads, self.snapshot_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def change(self) -> None:
         """Wait for the worker's next step or change."""
         await asyncio.shield(self._changed)
 
-    async def run(self, function: Callable[..., Any], *args, undo: Undo | None, **kwargs) -> Any:
-        """Run what may wait for the worker; `undo` gets its result if nobody waits any more."""
+    async def run(
+        self,
+        function: Callable[..., Any],
+        *args,
+        undo: Undo | None = None,
+        threads: concurrent.futures.Executor | None = None,
+        **kwargs,
+    ) -> Any:
+        """Run what may wait for the worker; `undo` gets its result if nobody waits any more.
+
+        Args:
+          threads: that run it; None = those for verbs.
+        """
         call = functools.partial(function, *args, **kwargs)
-        running = self._loop.run_in_executor(self._threads, call)
+        running = self._loop.run_in_executor(threads or self._threads, call)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -183,6 +200,16 @@ class Call:
           undo: gets the result if the client has gone away meanwhile.
         """
         return await self._backend.run(function, *args, undo=undo, **kwargs)
+
+    async def run_text(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run what encodes or decodes text: of whatever length, no verb waits for a thread."""
+        threads = self._backend.text_threads
+        return await self._backend.run(function, *args, threads=threads, **kwargs)
+
+    async def run_snapshot(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run what saves or restores a session; a few do at once, the others wait."""
+        threads = self._backend.snapshot_threads
+        return await self._backend.run(function, *args, threads=threads, **kwargs)
 
     async def begin(
         self,
@@ -267,7 +294,7 @@ class Call:
         """Return a prompt's token ids, see prompts.ids."""
         encode = functools.partial(prompts.ids, prompt, field, self.tokenizer, begins=begins)
         is_long = prompt.WhichOneof("kind") != "tokens" and prompt.ByteSize() > LONG_TEXT
-        return await self.run(encode) if is_long else encode()
+        return await self.run_text(encode) if is_long else encode()
 
     def with_tokenizer(self) -> Tokenizer:
         """Return the tokenizer.

@@ -14,7 +14,7 @@ async def tokenize(request: pb.TokenizeRequest, call: Call) -> pb.TokenizeRespon
     """Encode a text."""
     tokenizer = call.with_tokenizer()
     try:
-        ids = await call.run(
+        ids = await call.run_text(
             tokenizer.encode, request.text, add_bos=request.add_bos,
             parse_special=request.parse_special, continues=request.continues,
         )  # fmt: skip
@@ -31,7 +31,7 @@ async def detokenize(request: pb.DetokenizeRequest, call: Call) -> pb.Detokenize
         raise InputError(
             f"token_ids: expected less than {call.service.model.vocab_size}, got {most}"
         )
-    text = await call.run(
+    text = await call.run_text(
         tokenizer.decode, list(request.token_ids), skip_special=request.skip_special
     )
     return pb.DetokenizeResponse(text=text)
@@ -41,7 +41,8 @@ async def render_template(
     request: pb.RenderTemplateRequest, call: Call
 ) -> pb.RenderTemplateResponse:
     """Render a conversation in the model's chat template."""
-    chat = await call.run(prompts.chat, request.chat, "chat", call.with_tokenizer())
+    tokenizer = call.with_tokenizer()
+    chat = await call.run_text(prompts.chat, request.chat, "chat", tokenizer)
     return pb.RenderTemplateResponse(text=chat.text, token_ids=chat.ids)
 
 

@@ -12,7 +12,9 @@ from jaxstate.serving.snapshot_store import SnapshotStore
 async def snapshot(request: pb.SnapshotRequest, call: Call) -> pb.SavedSnapshot:
     """Save a session; what is saved when its client has gone away stays, under its name."""
     name = call.session_id(request.session_id)
-    saved = await call.run(_store(call).save, call.service, name, request.name, tenant=call.tenant)
+    saved = await call.run_snapshot(
+        _store(call).save, call.service, name, request.name, tenant=call.tenant
+    )
     return messages.saved_snapshot(saved)
 
 
@@ -21,7 +23,7 @@ async def restore(request: pb.RestoreRequest, call: Call) -> pb.Session:
     store = _store(call)
     # Whatever it was called, and whoever has put it here: it becomes the caller's.
     given = request.session_id or (await call.run(store.find, request.name, call.tenant)).session_id
-    name = await call.run(
+    name = await call.run_snapshot(
         store.restore, call.service, request.name, session_id=call.new_session_id(given),
         tenant=call.tenant,
     )  # fmt: skip

@@ -189,15 +189,20 @@ def _load(
     return Served(
         service=service, tokenizer=loaded.tokenizer,
         name=options.served_model_name or loaded.name,
-        snapshots=_snapshots(options, loaded.fingerprint),
+        snapshots=_snapshots(options, access, loaded.fingerprint),
     )  # fmt: skip
 
 
-def _snapshots(options: ServeOptions, fingerprint: str) -> SnapshotStore | None:
+def _snapshots(
+    options: ServeOptions, access: Access | None, fingerprint: str
+) -> SnapshotStore | None:
     directory = options.snapshot_dir
     if directory is None and options.state_dir is not None:
         directory = options.state_dir / "saved"
-    return SnapshotStore(directory, fingerprint=fingerprint) if directory else None
+    if directory is None:
+        return None
+    quota_of = access.quota if access else None
+    return SnapshotStore(directory, fingerprint=fingerprint, quota_of=quota_of)
 
 
 def _kept(options: ServeOptions, fingerprint: str) -> dict[str, Any]:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import os
 import pathlib
 import re
 import secrets
 import shutil
+import threading
 import time
 import urllib.parse
+from collections.abc import Iterator
 
 from jaxstate import session_snapshot
-from jaxstate.errors import InputError, SnapshotError, UnknownSnapshotError
+from jaxstate.errors import (
+    InputError,
+    SnapshotError,
+    SnapshotSpaceError,
+    UnknownSnapshotError,
+)
+from jaxstate.serving import quotas
 from jaxstate.serving.local_service import LocalService
+from jaxstate.serving.quotas import Quota, QuotaOf
 
+KEPT_FREE = 256 << 20
+"""Bytes of the disk that snapshots leave free: without any, the journal beside them fails."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
@@ -41,12 +54,23 @@ class SavedSnapshot:
 class SnapshotStore:
     """A directory of snapshots; what a name stands for never changes."""
 
-    def __init__(self, directory: str | pathlib.Path, *, fingerprint: str):
+    def __init__(
+        self,
+        directory: str | pathlib.Path,
+        *,
+        fingerprint: str,
+        quota_of: QuotaOf | None = None,
+    ):
         """Use a directory, which is made if need be; what was left half done is removed.
 
         Args:
           fingerprint: of the model, `LoadedModel.fingerprint`.
+          quota_of: of a tenant, as it is now; None = nobody has one.
         """
+        self._quota_of = quota_of or (lambda tenant: Quota(max_snapshots=None))
+        self._saving: collections.Counter[str] = collections.Counter()
+        self._bytes_coming = 0  # of what is being saved
+        self._lock = threading.Lock()  # of both, several calls save at once
         self._directory = pathlib.Path(directory)
         self._directory.mkdir(parents=True, exist_ok=True)
         self._fingerprint = fingerprint
@@ -63,13 +87,17 @@ class SnapshotStore:
         Raises:
           InputError: a name that is none.
           SnapshotExistsError: the name is taken.
-          SnapshotSpaceError: it cannot be written.
+          QuotaError: the tenant has as many as it may have.
+          SnapshotSpaceError: it cannot be written, or would leave less than KEPT_FREE bytes free.
           SessionError: unknown, or its cells leave the pool as soon as they come.
         """
         if not name:
             name = time.strftime("%Y-%m-%dT%H.%M.%S", time.gmtime()) + f"-{secrets.token_hex(3)}"
-        service.snapshot(session_id, self._path(tenant, name), fingerprint=self._fingerprint)
-        return self._described(self._path(tenant, name))
+        path = self._path(tenant, name)
+        size = service.describe(session_id).context_len * service.model.bytes_per_cell
+        with self._room(tenant, size):
+            service.snapshot(session_id, path, fingerprint=self._fingerprint)
+        return self._described(path)
 
     def restore(
         self,
@@ -129,6 +157,31 @@ class SnapshotStore:
         except FileNotFoundError:  # another was faster
             raise _unknown(name) from None
         shutil.rmtree(aside)
+
+    @contextlib.contextmanager
+    def _room(self, tenant: str, size: int) -> Iterator[None]:
+        """Hold room for one more of so many bytes while it is saved."""
+        with self._lock:
+            aside = session_snapshot.ASIDE
+            num_saved = sum(path.suffix != aside for path in self._of(tenant).glob("*"))
+            quotas.check_limit(
+                tenant, "max_snapshots", self._quota_of(tenant).max_snapshots,
+                num_saved + self._saving[tenant], 1, what="snapshots", remedy="delete one",
+            )  # fmt: skip
+            free = shutil.disk_usage(self._directory).free - self._bytes_coming
+            if free - size < KEPT_FREE:
+                raise SnapshotSpaceError(
+                    f"snapshot of about {size} bytes: expected {KEPT_FREE} to stay free on the "
+                    f"disk, got {free} that are free now; delete snapshots or free space"
+                )
+            self._saving[tenant] += 1
+            self._bytes_coming += size
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._saving[tenant] -= 1
+                self._bytes_coming -= size
 
     def _of(self, tenant: str) -> pathlib.Path:
         return self._directory / f"tenant-{urllib.parse.quote(tenant, safe='')}"

@@ -98,6 +98,25 @@ def test_hostile_values_and_random_bytes_get_a_status_with_a_meaning(running, st
     running.service.wait_until_idle(WAIT_S)
 
 
+def test_long_texts_leave_threads_to_verbs(running, stub, model, monkeypatch):
+    go_on, encode = threading.Event(), type(model.tokenizer).encode
+
+    def slowly(self, given, **how):
+        assert go_on.wait(WAIT_S)
+        return encode(self, given[:9], **how)
+
+    monkeypatch.setattr(type(model.tokenizer), "encode", slowly)
+    _open(stub)
+    append = pb.AppendRequest(session_id="s", prompt=text("long " * 1000))
+    tokenize = pb.TokenizeRequest(text="long")
+    calls = [stub.Tokenize.future(tokenize, timeout=WAIT_S) for _ in range(rpc_calls.NUM_THREADS)]
+    calls += [stub.Append.future(append, timeout=WAIT_S) for _ in range(3)]
+    grpc_service.wait_until(lambda: running.server._backend.num_calls == len(calls))
+    assert list(stub.Query(query("s"), timeout=WAIT_S))[-1].answer.token_ids
+    go_on.set()
+    assert all(call.result() for call in calls)
+
+
 def test_what_nobody_meant_to_raise_is_internal_and_tells_nothing(running, stub, caplog):
     def broken():
         raise RuntimeError("secret")

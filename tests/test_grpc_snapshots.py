@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import shutil
+import threading
 
 import grpc
 import grpc_service
@@ -12,7 +13,10 @@ import pytest
 import tiny_engine
 from grpc_service import refused, tokens
 
+from jaxstate import session_snapshot
 from jaxstate.serving import jaxstate_pb2 as pb
+from jaxstate.serving import snapshot_store
+from jaxstate.serving.quotas import Quota
 from jaxstate.serving.snapshot_store import SnapshotStore
 
 WAIT_S = 60
@@ -68,6 +72,10 @@ def _save(stub, name="", session="s"):
 
 def _restore(stub, name, session=""):
     return stub.Restore(pb.RestoreRequest(name=name, session_id=session), timeout=WAIT_S)
+
+
+def _bytes_per_cell(stub):
+    return stub.GetModelInfo(pb.GetModelInfoRequest()).bytes_per_cell
 
 
 def _get(stub, name):
@@ -162,6 +170,62 @@ def test_a_name_that_is_taken_stays_what_it_was(stub):
         _save(stub, "monday")
     assert "choose another name" in errors[0].details()
     assert _restore(stub, "monday", "copy").context_tokens == 20
+
+
+def test_a_tenant_has_so_many_snapshots_and_no_more(behind, tmp_path):
+    model, engine = behind
+    quotas = {"": Quota(max_snapshots=2)}
+    store = SnapshotStore(tmp_path, fingerprint=model.fingerprint, quota_of=quotas.__getitem__)
+    with grpc_service.serving(engine, model.tokenizer, snapshots=store) as running:
+        stub = running.stub
+        _session(stub)
+        _save(stub, "a")
+        (tmp_path / "tenant-" / "b.12345678.part").mkdir()  # on its way
+        _save(stub, "b")
+        with refused(StatusCode.RESOURCE_EXHAUSTED) as errors:
+            _save(stub, "c")
+        assert errors[0].details() == (
+            "max_snapshots: expected at most 2 snapshots, got 2 and 1 more; delete one, or have "
+            "the quota raised"
+        )
+        stub.DeleteSnapshot(pb.DeleteSnapshotRequest(name="a"))
+        _save(stub, "c")
+
+
+def test_what_would_fill_the_disk_is_not_saved(stub, saved, monkeypatch):
+    _session(stub)
+    size = 20 * _bytes_per_cell(stub)
+    free = snapshot_store.KEPT_FREE + size
+    usage = shutil.disk_usage(saved.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+    _save(stub, "fits")
+    free -= 1
+    with refused(StatusCode.RESOURCE_EXHAUSTED) as errors:
+        _save(stub, "too-much")
+    assert "to stay free on the disk" in errors[0].details()
+    assert [path.name for path in saved.iterdir()] == ["fits"]
+
+
+def test_few_are_saved_at_once_and_verbs_go_on_meanwhile(running, monkeypatch):
+    stub, write, go_on = running.stub, session_snapshot.write, threading.Event()
+    writing: list[str] = []
+
+    def slowly(path, snapshot):
+        writing.append(path.name)
+        assert go_on.wait(WAIT_S)
+        write(path, snapshot)
+
+    monkeypatch.setattr(session_snapshot, "write", slowly)
+    _session(stub)
+    calls = [
+        stub.Snapshot.future(pb.SnapshotRequest(session_id="s", name=f"n{n}"), timeout=WAIT_S)
+        for n in range(6)
+    ]
+    grpc_service.wait_until(lambda: len(writing) == 2)
+    assert _answer(stub, "s").token_ids
+    assert len(writing) == 2
+    go_on.set()
+    assert sorted(call.result().name for call in calls) == [f"n{n}" for n in range(6)]
 
 
 NO_NAMES = ["../up", "a/b", "..", ".hidden", "x" * 200, "a\0b", "é", "x.part"]
