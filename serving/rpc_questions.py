@@ -34,7 +34,7 @@ async def question(given: pb.Question, call: Call, *, begins: bool = False) -> Q
     _check_count(given.eos_ids, vocab_size, "question.eos_ids")
     _check_count(given.sampling.logit_bias, vocab_size, "question.sampling.logit_bias")
     convert = functools.partial(_question, given, call.tokenizer, begins)
-    return await call.run(convert) if given.ByteSize() > LONG_TEXT else convert()
+    return await call.run_text(convert) if given.ByteSize() > LONG_TEXT else convert()
 
 
 def _question(given: pb.Question, tokenizer: Tokenizer | None, begins: bool) -> Question:
