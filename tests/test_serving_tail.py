@@ -345,16 +345,19 @@ def test_many_rows_are_split_so_that_they_fit_the_window(running, tmp_path):
 
 
 def test_a_lost_acknowledgement_and_a_longer_outage_double_nothing(running, tmp_path):
-    path = tmp_path / "feed.log"
+    path, position = tmp_path / "feed.log", tmp_path / "position"
+    how = {"session": "cut", "position": position}
     _write(path, "a\n")
-    with cut_proxy.before(running.port) as proxy, _tail(running, path, proxy.port) as tail:
-        tail.wait_for("a\n")
+    with cut_proxy.before(running.port) as proxy, _tail(running, path, proxy.port, **how) as tail:
+        tail.wait_for("a\n")  # and has been told so
+        grpc_service.wait_until(lambda: json.loads(position.read_text())["position"]["offset"] == 2)
         proxy.hold_answers()
         _write(path, "b\n")
         tail.wait_for("a\nb\n")
         proxy.cut()
         _write(path, "c\n")
         tail.wait_for("a\nb\nc\n")
+    running.service.close_session("cut")
 
 
 def test_a_remembered_position_is_gone_on_from(running, tmp_path):
