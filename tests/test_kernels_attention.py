@@ -500,7 +500,7 @@ def test_engine_verbs_equal_history_with_interpreted_kernels(setup):
         settings=hypothesis.settings(
             deadline=None,
             database=None,
-            max_examples=16,
+            max_examples=10,
             stateful_step_count=25,
             derandomize=True,
             suppress_health_check=list(hypothesis.HealthCheck),

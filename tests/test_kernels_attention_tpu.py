@@ -73,8 +73,10 @@ CASES = [(case, False) for case in ALL_BLOCKS] + [(case, True) for case in SELEC
 LONG = Case(2, 128, 16, 136, block_tokens=2, tokens=4, kv_heads=1)  # five tiles and more
 HEADS = Case(3, 64, 64, 6, "bfloat16", window=150, block_tokens=2, tokens=4)
 WATCHED_CASES = [
-    (LONG, False), pytest.param(LONG, True, marks=pytest.mark.long), (HEADS, True),
-]  # fmt: skip
+    (LONG, False),
+    pytest.param(LONG, True, marks=pytest.mark.long),
+    pytest.param(HEADS, True, marks=pytest.mark.long),
+]
 
 
 @functools.cache

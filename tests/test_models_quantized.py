@@ -309,6 +309,7 @@ def test_forms_that_no_product_takes_are_refused(form, message):
 # The real model
 
 
+@pytest.mark.long
 def test_stored_smollm2_answers_like_hugging_face_on_dequantized_weights(smollm2_path):
     model = models.load(smollm2_path, weights="stored")
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))

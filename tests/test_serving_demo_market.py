@@ -64,6 +64,7 @@ def _best_choice(dense, prompt, choices) -> int:
     return int(np.argmax(scores))
 
 
+@pytest.mark.long
 def test_json_lines_equal_the_dense_forward(capsys, directory):
     result = _json_run(capsys, directory)
     assert result.status == 0, result.err
