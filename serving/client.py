@@ -27,23 +27,18 @@ from jaxstate.serving import jaxstate_pb2 as pb
 from jaxstate.serving.client_channel import MAX_MESSAGE_BYTES, SERVICE, Target, Tls
 from jaxstate.serving.client_requests import From, Prompt, Stale, Wanted, WhenFull
 from jaxstate.serving.client_session import Number, Series, SessionState
-from jaxstate.serving.client_stream import AnswerParts, Watching, noting
+from jaxstate.serving.client_stream import AnswerParts, AnswerUnderWay, Watching, noting
 from jaxstate.serving.client_verbs import Call, blocking
 from jaxstate.serving.jaxstate_pb2_grpc import JaxStateStub
 
 T = TypeVar("T")
 
 
-class AnswerStream:
+class AnswerStream(AnswerUnderWay):
     """An answer under way: iteration yields its tokens, `result()` waits for its end.
 
     Leaving the loop, or `cancel()`, ends it on the server at the next step.
     """
-
-    def __init__(self, call: Any, parts: AnswerParts):
-        """Made by query and generate."""
-        self._call = call
-        self._parts = parts
 
     def __iter__(self) -> Iterator[Token]:
         """Yield tokens as they are drawn."""
@@ -61,20 +56,6 @@ class AnswerStream:
             for _ in self:
                 pass
         return self._parts.answer
-
-    @property
-    def answer(self) -> client_types.Answer:
-        """The answer, once all tokens have been read."""
-        return self._parts.answer
-
-    @property
-    def prompt(self) -> client_types.PromptInfo | None:
-        """What was asked, in tokens; None before it is known."""
-        return self._parts.prompt
-
-    def cancel(self) -> None:
-        """End it."""
-        self._call.cancel()
 
 
 class Client:

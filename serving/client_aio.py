@@ -25,20 +25,15 @@ from jaxstate.serving import jaxstate_pb2 as pb
 from jaxstate.serving.client_channel import MAX_MESSAGE_BYTES, SERVICE, Target, Tls
 from jaxstate.serving.client_requests import From, Prompt, Stale, Wanted, WhenFull
 from jaxstate.serving.client_session import Number, Series, SessionState
-from jaxstate.serving.client_stream import AnswerParts, Watching, noting
+from jaxstate.serving.client_stream import AnswerParts, AnswerUnderWay, Watching, noting
 from jaxstate.serving.client_verbs import Call, awaited
 from jaxstate.serving.jaxstate_pb2_grpc import JaxStateStub
 
 T = TypeVar("T")
 
 
-class AsyncAnswerStream:
+class AsyncAnswerStream(AnswerUnderWay):
     """An answer under way, see client.AnswerStream."""
-
-    def __init__(self, call: Any, parts: AnswerParts):
-        """Made by query and generate."""
-        self._call = call
-        self._parts = parts
 
     async def __aiter__(self) -> AsyncIterator[Token]:
         """Yield tokens as they are drawn."""
@@ -57,20 +52,6 @@ class AsyncAnswerStream:
             async for _ in self:
                 pass
         return self._parts.answer
-
-    @property
-    def answer(self) -> client_types.Answer:
-        """The answer, once all tokens have been read."""
-        return self._parts.answer
-
-    @property
-    def prompt(self) -> client_types.PromptInfo | None:
-        """What was asked, in tokens; None before it is known."""
-        return self._parts.prompt
-
-    def cancel(self) -> None:
-        """End it."""
-        self._call.cancel()
 
 
 class AsyncClient:

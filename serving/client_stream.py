@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from jaxstate import errors
 from jaxstate.answer import Token
@@ -62,6 +63,29 @@ class AnswerParts:
             self._tokens += tokens
             return tokens
         return []
+
+
+class AnswerUnderWay:
+    """An answer that comes over a call; each client's own reads it."""
+
+    def __init__(self, call: Any, parts: AnswerParts):
+        """Made by query and generate."""
+        self._call = call
+        self._parts = parts
+
+    @property
+    def answer(self) -> client_types.Answer:
+        """The answer, once all tokens have been read; see AnswerParts.answer."""
+        return self._parts.answer
+
+    @property
+    def prompt(self) -> client_types.PromptInfo | None:
+        """What was asked, in tokens; None before it is known."""
+        return self._parts.prompt
+
+    def cancel(self) -> None:
+        """End it."""
+        self._call.cancel()
 
 
 def noting(session: SessionState, commit: bool) -> Callable[[client_types.Answer], None]:
