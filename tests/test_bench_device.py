@@ -172,6 +172,7 @@ def _reading_all_cells(right, *args, selection=None, **options):
     return right(*args, selection=None, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case, broken",
     [

@@ -14,6 +14,7 @@ import pytest
 from jaxstate.models import params
 from jaxstate.pages import Pages
 
+pytestmark = pytest.mark.long
 bare_script.make_importable()
 device_model, device_report, device_run, device_session_check, device_sizes = (
     importlib.import_module(f"device_{name}")

@@ -159,6 +159,7 @@ def test_checkpoint_is_small_and_reads_the_task(trained, cases):
     assert trained.tokenizer.encode(text) == tokenizer.build().encode(text)
 
 
+@pytest.mark.long
 def test_trained_model_has_mastered_the_task_in_the_engine(trained):
     """A sample of what bench/bench_task.py measures, on contexts of 262 to 505 tokens."""
     engine = evaluate.engine_of(trained, evaluate.num_tokens(56))
