@@ -5,7 +5,7 @@ asks again; a simulator drives the same function with recorded arrivals.
 
 The order: running answers first, each its next token; then what has waited past its class's limit;
 then by class, questions before appends before what nobody waits for. Work that nobody waits for
-(Flash evaluations, pre-positioning, maintenance) runs in steps that would be idle, until it is
+(Flash evaluations, pre-positioning, maintenance) runs in steps that hold nothing else, until it is
 overdue. A step is bounded in tokens, and one that begins questions holds no appends but what is
 overdue, so that a question waits for one step and for its own.
 """
@@ -197,9 +197,12 @@ def plan(jobs: Sequence[Job], limits: Limits, free_pages: int, now: float) -> St
         if job.job_class is not JobClass.QUERY and asking & {one.job_id for one in step.pieces}:
             break
         step.take(job, most=step.tokens, keep_pages=False)
-    if not decodes and not step.pieces:
+    idle = not step.pieces and all(job.job_class.is_background for job in decodes)
+    if idle:
         for job in fresh[len(foreground) :]:
-            step.take(job, most=step.tokens, keep_pages=False)
+            # Without a row its last token would wait for another idle step, and cost one.
+            if not (decodes or step.pieces) or job.outputs <= step.rows:
+                step.take(job, most=step.tokens, keep_pages=False)
     return StepPlan(
         decodes=tuple(sorted(job.job_id for job in decodes)),
         pieces=tuple(step.pieces),

@@ -150,6 +150,7 @@ class Scheduler:
         tokens: int,
         cells: int,
         now: float,
+        outputs: int = 0,
         deadline: float = math.inf,
         after: frozenset[int] = frozenset(),
         exclusive: bool = False,
@@ -163,6 +164,7 @@ class Scheduler:
           begin: begins it, `functools.partial(verbs.append, …)`; called when its turn comes.
           tokens: about how many it will forward first.
           cells: most cells that it can ever need.
+          outputs: about how many rows of output it will need behind its first tokens.
           after: job ids of verbs that must be over first.
           exclusive: see plan.Job; for durable verbs that evict or roll back, see Verbs.
           prefix: the whole context that it computes from position 0; where others of the tenant
@@ -184,7 +186,7 @@ class Scheduler:
         )
         job = Job(
             job_id=job_id, job_class=job_class, session=session, tokens=max(tokens, 1),
-            outputs=0, pages=self._pages_of(cells), arrived=now, deadline=deadline, after=after,
+            outputs=outputs, pages=self._pages_of(cells), arrived=now, deadline=deadline, after=after,
             exclusive=exclusive,
         )  # fmt: skip
         running = _Running(ticket=ticket, begin=begin, job=job, queued=job)

@@ -91,6 +91,7 @@ class Submissions:
         ticket = self._scheduler.submit(
             functools.partial(begin, session_id, token_ids), job_class=job_class,
             session=session_id, tokens=len(token_ids), cells=cells, now=now,
+            outputs=int(job_class in (JobClass.QUERY, JobClass.FLASH)),  # answers begin with one
             deadline=pending.asked + deadline_s, after=after, exclusive=exclusive,
         )  # fmt: skip
         if pending.asked:

@@ -167,6 +167,25 @@ def test_idle_work_waits_until_nothing_else_does_or_it_is_overdue():
     assert _pieces(overdue) == {0: 16, 1: 16}
 
 
+def test_idle_work_begins_beside_answers_that_nobody_waits_for_and_beside_no_others():
+    flash = _job(0, JobClass.FLASH)
+    for job_class, pieces in ((JobClass.FLASH, {0: 5}), (JobClass.QUERY, {})):
+        running = _job(1, job_class, tokens=1, started=True, decodes=True)
+        step = plan([flash, running], LIMITS, 0, now=0.1)
+        assert (step.decodes, _pieces(step)) == ((1,), pieces)
+
+
+def test_idle_work_does_not_begin_where_no_row_is_left_for_its_end():
+    rows = LIMITS.rows
+    flash = [_job(n, JobClass.FLASH, tokens=2) for n in range(rows + 2)]
+    assert list(_pieces(plan(flash, LIMITS, 0, now=0.1))) == list(range(rows))
+    running = [dataclasses.replace(one, tokens=1, started=True, decodes=True) for one in flash[:2]]
+    step = plan(running + flash[2:], LIMITS, 0, now=0.1)
+    assert list(_pieces(step)) == list(range(2, rows))
+    # More rows than there ever are: it takes what it can get.
+    assert _pieces(plan([_job(0, JobClass.FLASH, outputs=rows + 1)], LIMITS, 0, now=0.1)) == {0: 4}
+
+
 def test_a_job_that_waits_for_another_runs_behind_it():
     jobs = [_job(0, JobClass.APPEND), _job(1, after=frozenset({0}))]
     assert _pieces(plan(jobs, LIMITS, 0, now=0.1)) == {0: 5}
