@@ -186,8 +186,8 @@ class Scheduler:
         )
         job = Job(
             job_id=job_id, job_class=job_class, session=session, tokens=max(tokens, 1),
-            outputs=outputs, pages=self._pages_of(cells), arrived=now, deadline=deadline, after=after,
-            exclusive=exclusive,
+            outputs=outputs, pages=self._pages_of(cells), arrived=now, deadline=deadline,
+            after=after, exclusive=exclusive,
         )  # fmt: skip
         running = _Running(ticket=ticket, begin=begin, job=job, queued=job)
         running.can_stop = job_class is not JobClass.APPEND if can_stop is None else can_stop

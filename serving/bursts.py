@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-BURST_GAP_S = 0.005
-"""An append that is asked for within this time behind the one before makes a burst, which is over
-when so much time has passed without one; a client sends its next within less."""
+BURST_GAP_S = 0.0025
+"""An append that is asked for within this time behind the end of the one before makes a burst,
+which is over when so much time has passed without one; a client sends its next within less."""
 
 
 @dataclasses.dataclass
@@ -15,7 +15,7 @@ class _Burst:
     """Of one session.
 
     Attributes:
-      last: when the newest append was submitted.
+      last: when the newest append was submitted, or was over.
       over: from when on none is expected any more.
     """
 
@@ -39,7 +39,10 @@ class Bursts:
     def end(self, session_id: str, now: float) -> None:
         """Note that an append is over; of a burst another may follow."""
         burst = self._by_session.get(session_id)
-        if burst and burst.over > -math.inf:
+        if burst is None:
+            return
+        burst.last = now
+        if burst.over > -math.inf:
             burst.over = now + BURST_GAP_S
 
     def expecting(self, now: float) -> set[str]:
