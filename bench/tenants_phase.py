@@ -20,7 +20,7 @@ from jaxstate.plan import JobClass
 from jaxstate.serving.local_service import LocalService
 
 PAGE, CONTEXT, LONG_APPEND, STEP_TOKENS = 64, 4096, 4096, 256
-SESSIONS, SHORT, MAX_WAITING = 64, 512, 64
+SESSIONS, SHORT, MAX_WAITING = 96, 64, 64
 IDLE_QUERIES, ALONE = 40, 5
 
 

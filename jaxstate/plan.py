@@ -3,10 +3,10 @@
 No arrays, threads or clock. The worker turns requests into jobs, asks for a plan, runs it, and
 asks again; a simulator drives the same function with recorded arrivals.
 
-The order: running answers first, each its next token; then what has waited past its class's limit;
-then by class, questions before appends before what nobody waits for. Work that nobody waits for
-(Flash evaluations, pre-positioning, maintenance) runs in steps that hold nothing else, until it is
-overdue. A step is bounded in tokens, and one that begins questions holds no appends but what is
+The order: running answers first, each its next token; then what has waited for half of its class's
+limit; then by class, questions before appends before what nobody waits for. Work that nobody waits
+for (Flash evaluations, pre-positioning, maintenance) runs in steps that hold nothing else, until it
+is overdue. A step is bounded in tokens, and one that begins questions holds no appends but what is
 overdue, so that a question waits for one step and for its own.
 """
 
@@ -79,7 +79,11 @@ AGE_S: Mapping[JobClass, float] = {
     JobClass.ADVANCE: 60.0,
     JobClass.MAINTENANCE: 300.0,
 }
-"""Seconds after which a waiting job is overdue and goes before those that are not."""
+"""Seconds within which a waiting job is to begin, see OVERDUE."""
+
+OVERDUE = 0.5
+"""Of its class's limit, after which a waiting job is overdue and goes before those that are not:
+early enough to begin within the limit, though others are overdue as well."""
 
 AGE_STARTED = 0.1
 """Of its class's limit, for which an overdue job that has got tokens is not overdue again."""
@@ -145,10 +149,10 @@ def plan(jobs: Sequence[Job], limits: Limits, free_pages: int, now: float) -> St
 
     With more running answers than rows, those go on whose last token is oldest; while questions
     wait, they leave a row and a quarter of the tokens to one. Overdue work that nobody waits for
-    takes at most half of what running answers leave, and overdue appends the same while questions
-    wait, so that those go on. Appends that are not overdue leave a step to the questions that begin
-    in it. Where the first in line is short of pages, others may pass it until it is overdue; from
-    then on pages are kept for it.
+    takes at most half of the tokens and rows that running answers leave, and overdue appends half
+    of the tokens while questions wait, so that those go on. Appends that are not overdue leave a
+    step to the questions that begin in it. Where the first in line is short of pages, others may
+    pass it until it is overdue; from then on pages are kept for it.
 
     Args:
       free_pages: pages that no one holds or has reserved.
@@ -172,7 +176,7 @@ def plan(jobs: Sequence[Job], limits: Limits, free_pages: int, now: float) -> St
     turns = _turns(waiting)
 
     def overdue_since(job: Job) -> float:
-        return job.arrived + limits.age_s[job.job_class]
+        return job.arrived + limits.age_s[job.job_class] * OVERDUE
 
     def is_overdue(job: Job) -> bool:
         rests = job.started and job.ran + limits.age_s[job.job_class] * AGE_STARTED > now
@@ -186,13 +190,13 @@ def plan(jobs: Sequence[Job], limits: Limits, free_pages: int, now: float) -> St
     fresh = sorted((job for job in waiting if not is_overdue(job)), key=by_class)
     foreground = [job for job in fresh if not job.job_class.is_background]
     waited_for = any(not job.job_class.is_background for job in waiting)
-    half = step.tokens // 2
+    half, rows_kept = step.tokens // 2, step.rows // 2
     for job in overdue:
         bounded = waited_for if job.job_class.is_background else bool(asking)
-        if bounded and job.job_class is not JobClass.QUERY:
-            half -= step.take(job, most=half, keep_pages=True)
-        else:
+        if not bounded or job.job_class is JobClass.QUERY:
             step.take(job, most=step.tokens, keep_pages=True)
+        elif not job.outputs or step.rows > rows_kept:
+            half -= step.take(job, most=half, keep_pages=True)
     for job in foreground:
         if job.job_class is not JobClass.QUERY and asking & {one.job_id for one in step.pieces}:
             break
