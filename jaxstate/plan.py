@@ -3,11 +3,11 @@
 No arrays, threads or clock. The worker turns requests into jobs, asks for a plan, runs it, and
 asks again; a simulator drives the same function with recorded arrivals.
 
-The order: running answers first, each its next token; then what has waited for half of its class's
-limit; then by class, questions before appends before what nobody waits for. Work that nobody waits
-for (Flash evaluations, pre-positioning, maintenance) runs in steps that hold nothing else, until it
-is overdue. A step is bounded in tokens, and one that begins questions holds no appends but what is
-overdue, so that a question waits for one step and for its own.
+The order: running answers first, each its next token; then what has waited for a good part of its
+class's limit; then by class, questions before appends before what nobody waits for. Work that
+nobody waits for (Flash evaluations, pre-positioning, maintenance) runs in steps that hold nothing
+else, until it is overdue. A step is bounded in tokens, and one that begins questions holds no
+appends but what is overdue, so that a question waits for one step and for its own.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ AGE_S: Mapping[JobClass, float] = {
 }
 """Seconds within which a waiting job is to begin, see OVERDUE."""
 
-OVERDUE = 0.5
+OVERDUE = 0.3
 """Of its class's limit, after which a waiting job is overdue and goes before those that are not:
 early enough to begin within the limit, though others are overdue as well."""
 

@@ -119,9 +119,9 @@ def test_running_answers_come_first_and_a_question_joins_their_step_without_appe
 def test_an_overdue_append_has_half_of_a_step_beside_a_question():
     question = _job(9, tokens=20, arrived=3.0)
     for changes, tokens in (
-        ({"arrived": 1.9}, 16), ({"arrived": 2.1}, 0),
+        ({"arrived": 2.3}, 16), ({"arrived": 2.5}, 0),
         ({"started": True, "ran": 2.7}, 16), ({"started": True, "ran": 2.9}, 0),
-        ({"started": True, "ran": 2.7, "arrived": 2.1}, 0),
+        ({"started": True, "ran": 2.7, "arrived": 2.5}, 0),
     ):  # fmt: skip
         append = _job(5, JobClass.APPEND, tokens=100, outputs=0, **changes)
         pieces = _pieces(plan([append, question], LIMITS, 10, now=3.0))
@@ -160,10 +160,10 @@ def test_what_has_started_is_finished_past_its_deadline():
 
 def test_idle_work_waits_until_nothing_else_does_or_it_is_overdue():
     flash = _job(0, JobClass.FLASH, tokens=50)
-    append = _job(1, JobClass.APPEND, tokens=50, outputs=0, arrived=0.3)
-    assert _pieces(plan([flash, append], LIMITS, 0, now=0.4)) == {1: 32}
-    assert _pieces(plan([flash], LIMITS, 0, now=0.4)) == {0: 32}
-    overdue = plan([flash, append], LIMITS, 0, now=0.5)
+    append = _job(1, JobClass.APPEND, tokens=50, outputs=0, arrived=0.1)
+    assert _pieces(plan([flash, append], LIMITS, 0, now=0.2)) == {1: 32}
+    assert _pieces(plan([flash], LIMITS, 0, now=0.2)) == {0: 32}
+    overdue = plan([flash, append], LIMITS, 0, now=0.3)
     assert _pieces(overdue) == {0: 16, 1: 16}
 
 
@@ -210,10 +210,10 @@ def test_an_exclusive_job_runs_behind_what_came_before_it_and_before_what_came_l
 
 
 def test_small_ones_pass_a_job_short_of_pages_until_it_is_overdue():
-    large, small = _job(0, pages=8), _job(1, pages=2, arrived=0.4)
-    step = plan([large, small], LIMITS, 4, now=0.45)
+    large, small = _job(0, pages=8), _job(1, pages=2, arrived=0.2)
+    step = plan([large, small], LIMITS, 4, now=0.25)
     assert (_pieces(step), step.short_of_pages) == ({1: 5}, (0,))
-    step = plan([large, small], LIMITS, 4, now=0.5)
+    step = plan([large, small], LIMITS, 4, now=0.3)
     assert (_pieces(step), step.short_of_pages) == ({}, (0, 1))
 
 
