@@ -81,9 +81,16 @@ AGE_S: Mapping[JobClass, float] = {
 }
 """Seconds within which a waiting job is to begin, see OVERDUE."""
 
-OVERDUE = 0.3
+OVERDUE: Mapping[JobClass, float] = {
+    JobClass.QUERY: 0.3,
+    JobClass.APPEND: 0.75,
+    JobClass.FLASH: 0.3,
+    JobClass.ADVANCE: 0.3,
+    JobClass.MAINTENANCE: 0.3,
+}
 """Of its class's limit, after which a waiting job is overdue and goes before those that are not:
-early enough to begin within the limit, though others are overdue as well."""
+early enough to begin within the limit, though others are overdue as well. Appends are later, since
+overdue ones take part of the steps in which questions begin, and a long one runs for a while."""
 
 AGE_STARTED = 0.1
 """Of its class's limit, for which an overdue job that has got tokens is not overdue again."""
@@ -176,7 +183,7 @@ def plan(jobs: Sequence[Job], limits: Limits, free_pages: int, now: float) -> St
     turns = _turns(waiting)
 
     def overdue_since(job: Job) -> float:
-        return job.arrived + limits.age_s[job.job_class] * OVERDUE
+        return job.arrived + limits.age_s[job.job_class] * OVERDUE[job.job_class]
 
     def is_overdue(job: Job) -> bool:
         rests = job.started and job.ran + limits.age_s[job.job_class] * AGE_STARTED > now

@@ -119,9 +119,9 @@ def test_running_answers_come_first_and_a_question_joins_their_step_without_appe
 def test_an_overdue_append_has_half_of_a_step_beside_a_question():
     question = _job(9, tokens=20, arrived=3.0)
     for changes, tokens in (
-        ({"arrived": 2.3}, 16), ({"arrived": 2.5}, 0),
+        ({"arrived": 1.4}, 16), ({"arrived": 1.6}, 0),
         ({"started": True, "ran": 2.7}, 16), ({"started": True, "ran": 2.9}, 0),
-        ({"started": True, "ran": 2.7, "arrived": 2.5}, 0),
+        ({"started": True, "ran": 2.7, "arrived": 1.6}, 0),
     ):  # fmt: skip
         append = _job(5, JobClass.APPEND, tokens=100, outputs=0, **changes)
         pieces = _pieces(plan([append, question], LIMITS, 10, now=3.0))
