@@ -337,7 +337,13 @@ class CheckedEngine:
         """
         pages = self.engine.pages
         alone = -(-count // pages.page_size)
+        is_open = [name for name, one in self.mirrors.items() if one is mirror]
+        running = [self.engine.session(session_id) for session_id in is_open]
+        for session in running:  # what is asked does not give up its own session's pages
+            session.running += 1
         is_tight = pages.num_free <= alone == pages.num_available
+        for session in running:
+            session.running -= 1
         return 0 if is_tight else mirror.skipped(question)
 
     def _paid_of(

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxstate import pages as pages_module
 from jaxstate.engine import Engine
+from jaxstate.errors import PoolFullError
 from jaxstate.pages import Entry
 from jaxstate.rows import Group, RowInput
 from oracle.equality import Rule, log_softmax
@@ -86,10 +87,11 @@ class Together:
         nowhere = self._engine.config.num_cells
         rows = []
         grown = list(self._tables)
+        self._check_room()
         for index, spec in enumerate(self._specs):
             count = len(spec.token_ids)
             cells = np.full(count, nowhere, np.int32)
-            shifts = np.full(count, self._lengths[index] // 2, np.int32)
+            shifts = self._shifts(index)
             if index in self._kept:
                 growth = pages_module.plan_growth(
                     self._engine.pages, object(), self._tables[index], self._lengths[index],
@@ -111,6 +113,22 @@ class Together:
             ]  # fmt: skip
             self.later_outputs = self._step(later, [grown[index] for index in self._kept])
         return True
+
+    def _check_room(self) -> None:
+        """Refuse where not all can grow: growth of one may cost paid tails, which would be gone."""
+        pages = self._engine.pages
+        needed = sum(
+            pages_module.pages_needed(
+                pages, object(), self._tables[index], self._lengths[index], self._shifts(index)
+            )
+            for index in self._kept
+        )
+        if needed > pages.num_available:
+            raise PoolFullError(f"needs {needed} pages, {pages.num_available} can be had")
+
+    def _shifts(self, index: int) -> np.ndarray:
+        count = len(self._specs[index].token_ids)
+        return np.full(count, self._lengths[index] // 2, np.int32)
 
     def give_back(self) -> None:
         """Release the pages that were written."""
