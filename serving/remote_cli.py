@@ -77,12 +77,23 @@ def tail(
         position=position,
     )  # fmt: skip
     stop = threading.Event()
-    for one in (signal.SIGTERM, signal.SIGHUP):  # it closes its session, as behind Ctrl-C
-        signal.signal(one, lambda *_: stop.set())
+    came: list[int] = []
+
+    def on_signal(number: int, _: object) -> None:
+        came.append(number)
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)  # the second one does not wait for the server
+
+    # A KeyboardInterrupt within a call can leave gRPC's channel locked for good, and the session
+    # could not be closed any more.
+    for one in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(one, on_signal)
     with client_of(server, token_file, tls_ca, tls_cert, tls_key, retry=True) as client:
         tail_command.run(
             options, client, as_json=as_json, out=Console(), log=Console(stderr=True), stop=stop
         )
+    if signal.SIGINT in came:
+        raise KeyboardInterrupt
 
 
 @sessions.callback()

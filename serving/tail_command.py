@@ -81,11 +81,10 @@ def run(
     options: TailOptions, client: Client, *, as_json: bool, out: Console, log: Console,
     stop: threading.Event,
 ) -> None:  # fmt: skip
-    """Follow the file until `stop` is set or Ctrl-C.
+    """Follow the file until `stop` is set.
 
     Raises:
       JaxStateError, OSError: the message says what is wrong.
-      KeyboardInterrupt: as it is.
     """
     view = tail_view.view_of(out, list(options.asks), as_json=as_json)
     progress = None
