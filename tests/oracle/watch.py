@@ -75,14 +75,17 @@ class Watch:
             for name, table in tables.items()
         }
         owners = set()
+        of_writer: collections.Counter[int] = collections.Counter()
+        references = {
+            page: pages.header(page).references for page in range(pages.num_pages)
+            if page not in free
+        }  # fmt: skip
         if writer is not None:
             owners.add(self._engine.session(writer).owner)
             may_write |= set(pages.owned_by(*owners))
             # What only the writer held, it may have given back and taken again.
-            for page, count in _references(self._entries_of(writer)).items():
-                header = self._header(page)
-                if header is not None and header.references == count:
-                    may_write.add(page)
+            of_writer = _references(self._entries_of(writer))
+            may_write |= {page for page, count in of_writer.items() if references[page] == count}
         pool = self._pool()
         before = self._engine.executor.tokens_forwarded
         try:
@@ -116,6 +119,9 @@ class Watch:
             self._count("moved cells")
             may_write |= alone[name]
             owners.add(self._engine.session(name).owner)
+        if moved:  # what the writer shared with them both may have given up
+            shared = of_writer + by_paid + _references(tables[name] for name in moved)
+            may_write |= {page for page, count in shared.items() if references[page] == count}
         # What moved is compared bit by bit where it is now; the writer's own bits likewise.
         seen = set(self._open_cells)
         for name in others:
