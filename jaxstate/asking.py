@@ -187,6 +187,11 @@ class Asking:
     def _answer(
         self, session: Session, ids: np.ndarray, request: Request, commit: bool, keep: bool
     ) -> TokenSteps:
+        if commit:  # it may have grown since it was asked: refused before others give way for it
+            session_module.overflow_evictions(
+                session, len(ids) + request.max_new_tokens, self._config.context_len,
+                self._config.evict_quantum,
+            )  # fmt: skip
         # Nothing approximate becomes durable, and a session-less prompt is no question.
         selects = self._blocks_kept is not None and not commit and bool(session.session_id)
         paid, skip = self._longest_paid(session, ids, request.max_new_tokens - (not commit))
