@@ -169,9 +169,13 @@ class Asking:
         """See Verbs.stream."""
         if session.session_id and self._sessions.get(session.session_id) is not session:
             raise SessionError(f"session {session.session_id} was closed before it was asked")
-        checks.positions(
-            self._model, session.context_len, len(ids), request.max_new_tokens
-        )  # again: the session may have grown since it was asked
+        # Again, before others give way for it: the session may have grown since it was asked.
+        checks.positions(self._model, session.context_len, len(ids), request.max_new_tokens)
+        if commit:
+            session_module.overflow_evictions(
+                session, len(ids) + request.max_new_tokens, self._config.context_len,
+                self._config.evict_quantum,
+            )  # fmt: skip
         with session_module.using(session):
             yield from self._revival.resident(
                 session, len(ids) + request.max_new_tokens - (not commit)
@@ -187,11 +191,6 @@ class Asking:
     def _answer(
         self, session: Session, ids: np.ndarray, request: Request, commit: bool, keep: bool
     ) -> TokenSteps:
-        if commit:  # it may have grown since it was asked: refused before others give way for it
-            session_module.overflow_evictions(
-                session, len(ids) + request.max_new_tokens, self._config.context_len,
-                self._config.evict_quantum,
-            )  # fmt: skip
         # Nothing approximate becomes durable, and a session-less prompt is no question.
         selects = self._blocks_kept is not None and not commit and bool(session.session_id)
         paid, skip = self._longest_paid(session, ids, request.max_new_tokens - (not commit))

@@ -13,10 +13,12 @@ After each verb, refused ones included:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from jaxstate import session as session_module
 from jaxstate.answer import Answer
 from jaxstate.engine import Engine
 from jaxstate.errors import CapacityError, InputError, SessionError
@@ -337,13 +339,11 @@ class CheckedEngine:
         """
         pages = self.engine.pages
         alone = -(-count // pages.page_size)
-        is_open = [name for name, one in self.mirrors.items() if one is mirror]
-        running = [self.engine.session(session_id) for session_id in is_open]
-        for session in running:  # what is asked does not give up its own session's pages
-            session.running += 1
-        is_tight = pages.num_free <= alone == pages.num_available
-        for session in running:
-            session.running -= 1
+        with contextlib.ExitStack() as using:
+            for session_id, one in self.mirrors.items():
+                if one is mirror:  # what is asked does not give up its own session's pages
+                    using.enter_context(session_module.using(self.engine.session(session_id)))
+            is_tight = pages.num_free <= alone == pages.num_available
         return 0 if is_tight else mirror.skipped(question)
 
     def _paid_of(

@@ -61,7 +61,11 @@ class Watch:
         may_write = free | set(self._open_tail)
         paid = self._paid()
         by_paid = _references(one.entries for tails in paid.values() for one in tails)
-        spare = {page for page, count in by_paid.items() if pages.header(page).references == count}
+        references = {
+            page: pages.header(page).references for page in range(pages.num_pages)
+            if page not in free
+        }  # fmt: skip
+        spare = {page for page, count in by_paid.items() if references[page] == count}
         worst = -(-tokens // pages.page_size) + 2 if tokens else 0
         others = [name for name in self._engine.session_ids if name != writer]
         tables = {name: self._engine.session(name).entries for name in self._engine.session_ids}
@@ -70,16 +74,12 @@ class Watch:
             name: {
                 page
                 for page, count in _references([table]).items()
-                if pages.header(page).references == count + by_paid[page]
+                if references[page] == count + by_paid[page]
             }
             for name, table in tables.items()
         }
         owners = set()
         of_writer: collections.Counter[int] = collections.Counter()
-        references = {
-            page: pages.header(page).references for page in range(pages.num_pages)
-            if page not in free
-        }  # fmt: skip
         if writer is not None:
             owners.add(self._engine.session(writer).owner)
             may_write |= set(pages.owned_by(*owners))
