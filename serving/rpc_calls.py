@@ -106,9 +106,9 @@ class Backend:
         for threads in (self._threads, self.text_threads, self.snapshot_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def change(self) -> None:
-        """Wait for the worker's next step or change."""
-        await asyncio.shield(self._changed)
+    def change(self) -> asyncio.Future[None]:
+        """Return what is done at the worker's next step or change from now on."""
+        return asyncio.shield(self._changed)
 
     async def run(
         self,
@@ -258,9 +258,12 @@ class Call:
         """Run what may wait for the worker and what nobody waits for."""
         self._backend.later(function, *args)
 
-    async def change(self) -> None:
-        """Wait for the worker's next step or change."""
-        await self._backend.change()
+    def change(self) -> asyncio.Future[None]:
+        """Return what to await for the worker's next step or change from now on.
+
+        Whoever awaits anything else between reading and waiting takes it before reading.
+        """
+        return self._backend.change()
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         """Wait until the worker makes something true.

@@ -43,6 +43,7 @@ async def watch_answers(
     """Yield fresh answers as they come, until the client or the server goes away."""
     name, cursor = call.session_id(request.session_id), request.cursor
     while True:
+        change = call.change()  # also what happens while the client takes these answers
         fresh, cursor = call.service.answers(name, cursor)
         for one in fresh:
             yield pb.FreshAnswer(
@@ -50,5 +51,5 @@ async def watch_answers(
                 flash_id=one.flash_id,
                 answer=messages.answer(one.answer, one.prompt_len),
             )
-        await call.change()
+        await change
         call.check_served()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 
 import command_line
@@ -12,7 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_service import WAIT_S, refused, text, tokens
 
+from jaxstate.errors import UnknownSessionError
 from jaxstate.serving import jaxstate_pb2 as pb
+from jaxstate.serving import rpc_flash
+from jaxstate.serving.rpc_calls import Call
 
 
 @pytest.fixture(scope="module")
@@ -358,6 +362,34 @@ def test_a_watcher_gets_answers_as_they_come(stub):
         assert next(stream).answer.version == version
         _append(stub, name, _ids(2, version))
     stream.cancel()
+
+
+@pytest.mark.parametrize("what", ["answers", "the end"])
+def test_a_watcher_hears_of_what_comes_while_it_is_sent_something(running, stub, what):
+    name = _open(stub, _ids(9))
+    question = pb.Question(prompt=tokens(_ids(3, 2)), max_new_tokens=4)
+    stub.Register(pb.RegisterRequest(session_id=name, question=question))
+    running.service.wait_until_idle(WAIT_S)
+
+    async def watch():
+        call = Call(running.server._backend, context=None)
+        answers = rpc_flash.watch_answers(pb.WatchAnswersRequest(session_id=name), call)
+        assert (await anext(answers)).answer.version == 0
+        # It is held where it is while its client takes the answer.
+        if what == "answers":
+            await call.run(stub.Append, pb.AppendRequest(session_id=name, prompt=tokens(_ids(2))))
+            await call.run(running.service.wait_until_idle, WAIT_S)
+        else:
+            await call.run(running.service.close_session, name)
+        while running.server._backend._told:
+            await asyncio.sleep(0)
+        return await asyncio.wait_for(anext(answers), 10)
+
+    if what == "answers":
+        assert running.loop.run(watch()).answer.version == 1
+    else:
+        with pytest.raises(UnknownSessionError):
+            running.loop.run(watch())
 
 
 # Ahead of questions
