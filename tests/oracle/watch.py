@@ -69,7 +69,7 @@ class Watch:
         worst = -(-tokens // pages.page_size) + 2 if tokens else 0
         others = [name for name in self._engine.session_ids if name != writer]
         tables = {name: self._engine.session(name).entries for name in self._engine.session_ids}
-        shown = {name: self._shown(name) for name in others}
+        tails = {id(one): (one, one.entries) for all_of in paid.values() for one in all_of}
         alone = {
             name: {
                 page
@@ -123,10 +123,20 @@ class Watch:
             shared = of_writer + by_paid + _references(tables[name] for name in moved)
             may_write |= {page for page, count in shared.items() if references[page] == count}
         # What moved is compared bit by bit where it is now; the writer's own bits likewise.
-        seen = set(self._open_cells)
-        for name in others:
-            if name in self._engine.session_ids:
-                seen.update(self.table(shown[name] & self._shown(name))[0].tolist())
+        still = [
+            set(tables[name]) & set(self._engine.session(name).entries)
+            for name in others
+            if name in self._engine.session_ids and name not in moved
+        ]
+        # A tail that is gone may have left its page to another just like it.
+        for name in set(others) & set(self._engine.session_ids):
+            for one in self._engine.session(name).paid:
+                if id(one) in tails:
+                    behind = tails[id(one)][1][len(tables[name]) :]
+                    still.append(set(behind) & set(one.entries))
+        seen = self._open_cells | {
+            cell for entries in still for cell in self.table(entries)[0].tolist()
+        }
         changed = {
             int(cell)
             for old, new in zip(pool, self._pool(), strict=True)
@@ -326,9 +336,6 @@ class Watch:
         """Return the tables of a session and its paid tails."""
         session = self._engine.session(session_id)
         return [session.entries, *(paid.entries for paid in session.paid)]
-
-    def _shown(self, session_id: str) -> set[Entry]:
-        return {entry for entries in self._entries_of(session_id) for entry in entries}
 
     def _paid(self) -> dict[str, list[PaidTail]]:
         return {name: list(self._engine.session(name).paid) for name in self._engine.session_ids}
