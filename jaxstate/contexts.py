@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -75,9 +76,12 @@ class Contexts:
         position = session.context_len - dropped
         self.check_room(session, entries, position, shifts)
         self._tiers.forget_paid(session)
-        if dropped:
+        if not dropped:
+            yield from self.extend(session, ids, shifts)
+            return
+        with self._as_it_was(session):
             self.drop_oldest(session, dropped)
-        yield from self.extend(session, ids, shifts)
+            yield from self.extend(session, ids, shifts)
 
     def update(self, session: Session, ids: np.ndarray) -> Steps:
         """Make `ids` the stream, keeping what it begins with as far as that is the same.
@@ -102,10 +106,15 @@ class Contexts:
                 session, pages_module.cut_end(session.entries, position), position,
                 self.shifts(session, begin, len(ids) - common),
             )  # fmt: skip
-        if common < len(stream):
-            self.roll_back(session, len(stream) - common)
-        if common < len(ids):
+        if common == len(stream) == len(ids):
+            return
+        if common == len(stream):
             yield from self.append(session, ids[common:])
+            return
+        with self._as_it_was(session):
+            self.roll_back(session, len(stream) - common)
+            if common < len(ids):
+                yield from self.append(session, ids[common:])
 
     def extend(
         self,
@@ -141,6 +150,20 @@ class Contexts:
         self._pages.drop(session.entries)
         session.entries = entries
         session.token_ids.extend(ids.tolist())
+
+    @contextlib.contextmanager
+    def _as_it_was(self, session: Session) -> Iterator[None]:
+        """Give a session its tokens back where that for which it gave cells up does not end.
+
+        Its cells are lost then: they are computed anew, or come from a snapshot, when it is of use.
+        """
+        before = list(session.token_ids), session.evicted, session.stream_floor, session.saved_len
+        try:
+            yield
+        except BaseException:
+            session.token_ids, session.evicted, session.stream_floor, session.saved_len = before
+            self._tiers.lose(session)
+            raise
 
     def drop_oldest(self, session: Session, count: int) -> None:
         """Evict the stream's oldest tokens."""

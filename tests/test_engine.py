@@ -466,6 +466,41 @@ def test_sliding_session_keeps_its_newest_tokens(engine, context):
     assert engine.cells_used == record.context_len
 
 
+@pytest.mark.parametrize("change", ["append", "update", "shorter update"])
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_change_whose_step_fails_leaves_the_tokens_as_they_were(
+    engine, context, monkeypatch, change, failing
+):
+    name = engine.create(context[:11], when_full="slide")
+    engine.append(name, context[11:])
+    if change == "append":
+        engine.append(name, tiny_engine.random_ids(5, 51))  # full, nothing evicted yet
+        change, ids = engine.append, tiny_engine.random_ids(6, 40)
+    else:
+        kept = context[11:20] if change == "update" else context[11:41]
+        change, ids = engine.update, [*kept, *tiny_engine.random_ids(6, 20)]
+    record = engine.session(name)
+    tokens, version = list(record.token_ids), record.version
+    run, calls = engine.executor.run, []
+
+    def failing_run(groups):
+        calls.append(1)
+        if len(calls) == failing:
+            raise RuntimeError("no such step")
+        return run(groups)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.executor, "run", failing_run)
+        with pytest.raises(RuntimeError, match="no such step"):
+            change(name, ids)
+    assert (record.token_ids, record.version, record.evicted) == (tokens, version, 0)
+    answer = engine.query(name, QUESTION, max_new_tokens=3)
+    assert list(answer.token_ids) == tiny_engine.greedy(tokens + QUESTION, 3)
+    assert (answer.version, answer.rebuilt) == (version, False)
+    change(name, ids)
+    assert record.version == version + 1 and record.token_ids[-20:] == ids[-20:]
+
+
 # Paid tails
 
 
