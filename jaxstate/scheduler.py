@@ -229,12 +229,18 @@ class Scheduler:
         self._end(running, State.CANCELLED, now)
         return True
 
-    def cancel_session(self, session: str, now: float) -> bool:
-        """Cancel all verbs of a session; False if one goes on."""
-        of_session = self.tickets_of(session)
-        for ticket in of_session:
+    def can_cancel_session(self, session: str) -> bool:
+        """Whether none of a session's verbs has to go on."""
+        return all(
+            one.can_stop or one.steps is None
+            for one in self._running.values()
+            if one.ticket.session == session
+        )
+
+    def cancel_session(self, session: str, now: float) -> None:
+        """Cancel all verbs of a session that can be."""
+        for ticket in self.tickets_of(session):
             self.cancel(ticket, now)
-        return all(ticket.is_over for ticket in of_session)
 
     def tickets_of(self, session: str) -> list[Ticket]:
         """Return the verbs of a session that are not over."""

@@ -19,6 +19,7 @@ import re
 import secrets
 import shutil
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -199,21 +200,29 @@ def read_about(path: pathlib.Path) -> dict[str, Any]:
     return about
 
 
-def put(verbs: Verbs, snapshot: SessionSnapshot, session_id: str) -> Session:
+def put(
+    verbs: Verbs,
+    snapshot: SessionSnapshot,
+    session_id: str,
+    end_verbs: Callable[[], None] | None = None,
+) -> Session:
     """Open a session from a snapshot, or have it replace the one of this id, all or nothing.
 
+    Args:
+      end_verbs: ends what runs on the one that is replaced, called when nothing can go wrong any
+        more; None = nothing may run on it.
     Raises:
       SessionError: a verb runs on the session that is to be replaced, or it is being created.
       PoolFullError: there is no room; nothing has changed.
     """
     live = verbs.sessions.get(session_id)
-    if live is not None and live.running:
+    if live is not None and live.running and end_verbs is None:
         raise SessionError(f"session {session_id}: {live.running} verbs run on it; wait")
     session = snapshot.record()
     session.session_id = session_id
     if live is not None:  # a version is of one state only
         session.version = max(session.version, live.version) + 1
-    verbs.open_with(session, snapshot.cells, snapshot.shifts)
+    verbs.open_with(session, snapshot.cells, snapshot.shifts, end_verbs or (lambda: None))
     return session
 
 

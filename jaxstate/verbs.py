@@ -158,12 +158,15 @@ class Verbs:
         self.tiers.lose(session)
         self.sessions[session.session_id] = session
 
-    def open_with(self, session: Session, cells: Cells, shifts: np.ndarray) -> None:
+    def open_with(
+        self, session: Session, cells: Cells, shifts: np.ndarray, end_verbs: Callable[[], None]
+    ) -> None:
         """Open a session with its cells; one of the same id is closed for it.
 
         Args:
           session: its tokens, with an owner of no meaning.
           cells, shifts: see cell_copy.take.
+          end_verbs: called before the other one is closed.
         Raises:
           SessionExistsError: one of the same id is being created.
           PoolFullError: there is no room; nothing has changed.
@@ -173,6 +176,7 @@ class Verbs:
         session.owner = next(self._owners)
         self.revival.put_cells(session, cells, shifts)
         if session.session_id in self.sessions:
+            end_verbs()
             self.close(session.session_id)
         self.tiers.touch(session)
         self.sessions[session.session_id] = session

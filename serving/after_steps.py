@@ -54,8 +54,10 @@ class AfterSteps:
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs or waits, and nothing is to be computed in idle time."""
-        return not self._scheduler.num_waiting and not any(
-            session.is_outdated for session in self._sessions.values()
+        return not (
+            self._scheduler.num_waiting
+            or self._durable.num_held  # ended, and nobody knows it yet
+            or any(session.is_outdated for session in self._sessions.values())
         )
 
     # Ends

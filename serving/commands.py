@@ -16,6 +16,7 @@ class Commands:
     Attributes:
       changed: held by who uses what callers and worker share; notified of every change of it.
       is_closing: whether the worker ends or has ended; nothing more is taken.
+      has_ended: whether it has ended; what it had taken is done.
       failure: what ended it, by whose fault nothing runs any more; None = nothing.
     """
 
@@ -23,6 +24,7 @@ class Commands:
         """Start without any."""
         self.changed = threading.Condition()
         self.is_closing = False
+        self.has_ended = False
         self.failure: BaseException | None = None
         self._waiting: collections.deque[Callable[[], Any]] = collections.deque()
         self._listeners: list[Callable[[], None]] = []
@@ -47,7 +49,7 @@ class Commands:
 
         with self.changed:
             self.enqueue(command)
-            self.changed.wait_for(lambda: done or self.is_closing)
+            self.changed.wait_for(lambda: done or self.has_ended)
         if not done:
             raise self.closed()
         result, error = done[0]

@@ -74,6 +74,11 @@ class Durable:
         ticket.held = True
         self._held.append(ticket)
 
+    @property
+    def num_held(self) -> int:
+        """Verbs of whose end nobody has been told yet, or that go on."""
+        return len(self._held)
+
     def commit(self) -> None:
         """Write what was noted.
 

@@ -74,8 +74,9 @@ class Lifecycle:
         self._durable.created(self._engine.session(name))
         return name
 
-    def fork(self, session_id: str, new_id: str | None, opener: object) -> str:
-        """See LocalService.fork."""
+    def fork(self, session_id: str, new_id: str | None, opener: object) -> Steps:
+        """See LocalService.fork; a verb, so that no change of the parent is half done meanwhile."""
+        yield from ()
         parent = self._engine.session(session_id)
         self._holdings.check(parent.tenant, sessions=1, cells=parent.context_len)
         name = self._engine.fork(session_id, new_id=new_id)
@@ -86,10 +87,8 @@ class Lifecycle:
     def close(self, session_id: str) -> None:
         """See LocalService.close_session."""
         self._engine.session(session_id)
-        if not self._scheduler.cancel_session(session_id, self._clock()):
-            raise SessionError(
-                f"session {session_id}: an append is being computed; close it when it is done"
-            )
+        self._check_cancellable(session_id, "close")
+        self._scheduler.cancel_session(session_id, self._clock())
         self._engine.close(session_id)
         self._durable.closed(session_id)
         self._forget(session_id)
@@ -120,8 +119,9 @@ class Lifecycle:
         recovery.refill(saved, session.board, session.prepositions, session.memory)
         self._submissions.revive(name)
 
-    def take(self, session_id: str, fingerprint: str) -> SessionSnapshot:
-        """See LocalService.snapshot; its cells are in the pool."""
+    def take(self, session_id: str, fingerprint: str) -> Steps:
+        """Copy a session for LocalService.snapshot, see session_snapshot.take; a verb as `fork`."""
+        yield from self._engine.verbs.revive(session_id)
         session = self._sessions[session_id]
         return session_snapshot.take(
             self._engine.verbs, self._engine.session(session_id), fingerprint=fingerprint,
@@ -156,11 +156,11 @@ class Lifecycle:
         live = verbs.sessions.get(name)
         more = len(snapshot.token_ids) - (live.context_len if live else 0)
         self._holdings.check(snapshot.fields["tenant"], sessions=live is None, cells=max(more, 0))
-        if not self._scheduler.cancel_session(name, self._clock()):
-            raise SessionError(
-                f"session {name}: an append is being computed; restore it when that is done"
-            )
-        restored = session_snapshot.put(verbs, snapshot, name)
+        self._check_cancellable(name, "restore")
+        restored = session_snapshot.put(
+            verbs, snapshot, name,
+            end_verbs=lambda: self._scheduler.cancel_session(name, self._clock()),
+        )  # fmt: skip
         before = self._sessions.get(name)
         with self._commands.changed:
             if before is not None:
@@ -186,6 +186,12 @@ class Lifecycle:
         with self._commands.changed:  # callers walk over all of them
             self._sessions[session_id] = session
         return session
+
+    def _check_cancellable(self, session_id: str, verb: str) -> None:
+        if not self._scheduler.can_cancel_session(session_id):
+            raise SessionError(
+                f"session {session_id}: an append is being computed; {verb} it when that is done"
+            )
 
     def _forget(self, session_id: str) -> None:
         """Drop what there is of a session beside its record."""

@@ -34,6 +34,7 @@ from jaxstate.flash import FlashBoard, FlashQuery, Question
 from jaxstate.generation import RequestOptions
 from jaxstate.metrics import Cells, Metrics, count_cells
 from jaxstate.models.config import ModelConfig
+from jaxstate.needs import Steps
 from jaxstate.plan import JobClass, Limits
 from jaxstate.prepositioning import Entry
 from jaxstate.scheduler import Scheduler
@@ -192,9 +193,33 @@ class LocalService:
 
         return self._pending(JobClass.APPEND, submit)
 
-    def fork(self, session_id: str, *, new_id: str | None = None, opener: object = None) -> str:
-        """See Engine.fork; registered questions stay with the parent. `opener`: see take_back."""
-        return self._call(functools.partial(self._lifecycle.fork, session_id, new_id, opener))
+    def fork(self, session_id: str, *, new_id: str | None = None) -> str:
+        """See Engine.fork; registered questions stay with the parent."""
+        return self.begin_fork(session_id, new_id=new_id).result()
+
+    def begin_fork(
+        self,
+        session_id: str,
+        *,
+        new_id: str | None = None,
+        opener: object = None,
+        deadline_s: float = math.inf,
+    ) -> Pending:
+        """Like fork, without waiting: it has to, while the parent is changed. Its result is the id.
+
+        Args:
+          opener: see take_back.
+        """
+
+        def begin(session_id: str, token_ids: Sequence[int]) -> Steps:
+            return self._lifecycle.fork(session_id, new_id, opener)
+
+        return self._pending(
+            JobClass.QUERY,
+            lambda pending: self._submissions.submit(
+                pending, begin, session_id, (), JobClass.QUERY, cells=0, deadline_s=deadline_s
+            ),
+        )
 
     def close_session(self, session_id: str) -> None:
         """Cancel what is under way on a session and free its cells; see Engine.close.
@@ -224,11 +249,16 @@ class LocalService:
           SnapshotSpaceError: it cannot be written.
           SessionError: unknown, or its cells leave the pool as soon as they come.
         """
-        self._pending(
+
+        def begin(session_id: str, token_ids: Sequence[int]) -> Steps:
+            return self._lifecycle.take(session_id, fingerprint)
+
+        snapshot = self._pending(
             JobClass.QUERY,
-            lambda one: self._submissions.submit_revival(one, session_id, JobClass.QUERY, cells=0),
+            lambda pending: self._submissions.submit(
+                pending, begin, session_id, (), JobClass.QUERY, cells=0
+            ),
         ).result()
-        snapshot = self._call(functools.partial(self._lifecycle.take, session_id, fingerprint))
         session_snapshot.write(path, snapshot)
         return snapshot.version
 
@@ -441,7 +471,8 @@ class LocalService:
 
         def declare() -> None:
             self._engine.verbs.check_entry(session_id, header.token_ids)
-            self._sessions[session_id].declare(header, self._max_headers)
+            with self._changed:  # callers look at all that is declared
+                self._sessions[session_id].declare(header, self._max_headers)
             self._durable.declared(session_id, header)
 
         self._call(declare)
@@ -471,7 +502,8 @@ class LocalService:
 
         def register() -> FlashQuery:
             self._engine.session(session_id)
-            query = self._sessions[session_id].register(question, risk, self._max_registered)
+            with self._changed:  # callers look at all that is registered
+                query = self._sessions[session_id].register(question, risk, self._max_registered)
             self._durable.registered(session_id, query)
             return query
 
@@ -482,7 +514,8 @@ class LocalService:
 
         def unregister() -> None:
             self._engine.session(session_id)
-            self._sessions[session_id].board.unregister(flash_id)
+            with self._changed:
+                self._sessions[session_id].board.unregister(flash_id)
             self._durable.unregistered(session_id, flash_id)
 
         self._call(unregister)

@@ -65,13 +65,14 @@ async def fork(request: pb.ForkRequest, call: Call) -> pb.Session:
     service = call.service
     opener = object()
     undo = functools.partial(service.take_back, opener=opener)
-    name = await call.run(
-        service.fork,
+    pending = await call.begin(
+        service.begin_fork,
         call.session_id(request.session_id),
         new_id=call.new_session_id(request.new_session_id, "new_session_id"),
         opener=opener,
         undo=undo,
     )
+    name = await call.result(pending, undo=undo)
     return await _described(call, name, undo)
 
 

@@ -77,10 +77,6 @@ class Snapshots:
         self._saved[saved.session_id] = past.version
         return past, snapshot.cells, snapshot.shifts, changes
 
-    def take(self, verbs: Verbs, session: Session) -> SessionSnapshot:
-        """Copy a session, see session_snapshot.take."""
-        return session_snapshot.take(verbs, session, fingerprint=self._fingerprint)
-
     def next_due(self, sessions: Iterable[Session], now: float) -> tuple[Session | None, float]:
         """Return a session that is to be saved now, or None and seconds until one may be."""
         soonest = float("inf")
@@ -100,15 +96,16 @@ class Snapshots:
     def begin(self, verbs: Verbs, session: Session, then: Callable[[], None]) -> None:
         """Save a session in the background; `then` is called from the thread just before its end.
 
-        See `end` for what comes of it.
+        See `end` for what comes of it. What cannot be saved is not tried again before it changes.
         """
         self._saved[session.session_id] = session.version
-        snapshot = self.take(verbs, session)
+        snapshot = self._take(verbs, session)
 
         def write() -> str:
-            name = self._write(snapshot)
-            then()
-            return name
+            try:
+                return self._write(snapshot)
+            finally:
+                then()
 
         self._writing = session, self._thread.submit(write)
 
@@ -125,7 +122,7 @@ class Snapshots:
 
     def save(self, verbs: Verbs, session: Session) -> str:
         """Save a session now if it has changed since it was saved; returns the snapshot's name."""
-        return self._write(self.take(verbs, session)) if self._is_new(session) else ""
+        return self._write(self._take(verbs, session)) if self._is_new(session) else ""
 
     def note(self, session_id: str, name: str) -> None:
         """Let go of a session's snapshot for a newer one that the journal names, or for none."""
@@ -153,14 +150,28 @@ class Snapshots:
         at_rest = not session.running and session.stored is None and session.context_len
         return bool(at_rest) and self._saved.get(session.session_id) != session.version
 
-    def _write(self, snapshot: SessionSnapshot) -> str:
+    def _take(self, verbs: Verbs, session: Session) -> SessionSnapshot | None:
+        """Copy a session; None if that is not possible, which is logged."""
+        try:
+            return session_snapshot.take(verbs, session, fingerprint=self._fingerprint)
+        except Exception as error:  # of memory, of the device: the session itself is well
+            _log_unsaved(session.session_id, error)
+            return None
+
+    def _write(self, snapshot: SessionSnapshot | None) -> str:
         """Write a snapshot and return its name, or "" if that is not possible, which is logged."""
+        if snapshot is None:
+            return ""
         session_id = snapshot.fields["session_id"]
         digest = hashlib.sha256(session_id.encode()).hexdigest()[:12]
         name = f"{digest}-{snapshot.version}-{secrets.token_hex(4)}"
         try:
             session_snapshot.write(self._directory / name, snapshot)
-        except SnapshotError as error:
-            logger.warning("session %s is not saved: %s", session_id, error)
+        except Exception as error:  # whatever it is, the next one may succeed
+            _log_unsaved(session_id, error)
             return ""
         return name
+
+
+def _log_unsaved(session_id: str, error: Exception) -> None:
+    logger.warning("session %s is not saved: %s", session_id, str(error) or repr(error))

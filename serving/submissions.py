@@ -140,9 +140,10 @@ class Submissions:
                 self._scheduler.cancel(ticket, self._clock())
 
         def cancel() -> None:
-            with self._commands.changed:
-                self._commands.enqueue(give_up)
-            pending._cancel = lambda: None  # it gives up its own part only, and once
+            with self._commands.changed:  # it gives up its own part only, and once
+                if pending._cancel is cancel:
+                    pending._cancel = lambda: None
+                    self._commands.enqueue(give_up)
 
         pending._cancel = cancel
 
@@ -150,23 +151,17 @@ class Submissions:
 
     def revive(self, session_id: str) -> None:
         """Bring a session's lost cells back in idle time; verbs on it wait for that."""
-        cells = self._verbs.session(session_id).context_len
-        try:
-            self._reviving[session_id] = self.submit_revival(
-                self.unasked(), session_id, JobClass.ADVANCE, cells=cells
-            )
-        except CapacityError as error:
-            logger.warning("session %s: its cells will not come back: %s", session_id, error)
-
-    def submit_revival(
-        self, pending: Pending, session_id: str, job_class: JobClass, *, cells: int
-    ) -> Ticket:
-        """Submit that a session's cells come into the pool."""
 
         def begin(session_id: str, token_ids: Sequence[int]) -> Steps:
             return self._verbs.revive(session_id)
 
-        return self.submit(pending, begin, session_id, (), job_class, cells=cells)
+        cells = self._verbs.session(session_id).context_len
+        try:
+            self._reviving[session_id] = self.submit(
+                self.unasked(), begin, session_id, (), JobClass.ADVANCE, cells=cells
+            )
+        except CapacityError as error:
+            logger.warning("session %s: its cells will not come back: %s", session_id, error)
 
     def note_ends(self) -> None:
         """Forget revivals that are over."""

@@ -72,7 +72,7 @@ class Worker:
         finally:
             self._durable.close()
             with self._commands.changed:
-                self._commands.is_closing = True
+                self._commands.is_closing = self._commands.has_ended = True
                 self._scheduler.end(self._clock(), self._commands.closed())
                 self._durable.release(self._commands.failure)
                 self._commands.notify()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import sys
 import threading
+import time
 
 import pytest
 import tiny_engine
@@ -17,6 +19,7 @@ from jaxstate.errors import (
     CapacityError,
     ExpiredError,
     InputError,
+    PoolFullError,
     SessionError,
 )
 from jaxstate.flash import Question
@@ -448,6 +451,150 @@ def test_a_worker_that_breaks_says_so_to_everybody(monkeypatch):
     with pytest.raises(CancelledError, match="broken plan"):
         service.append(session, [1])
     engine.close(session)
+
+
+def test_what_a_closing_worker_runs_is_not_said_to_be_left_undone():
+    service = LocalService(tiny_service.engine())
+    release, ran = tiny_service.hold(service), []
+    last = threading.Thread(target=lambda: ran.append(service._call(lambda: "run")))
+
+    with service._changed:
+        service._commands.enqueue(service._commands.close)
+        service._commands.enqueue(lambda: time.sleep(0.2))  # whoever gives up has time for it
+    last.start()
+    _wait_for_commands(service, 3)  # which are taken together
+    release.set()
+    last.join(WAIT_S)
+    service.close()
+    assert ran == ["run"]
+
+
+def test_idle_is_only_when_callers_know_of_every_end(service, monkeypatch):
+    session = service.create([1, 2, 3])
+    commit = service._durable.commit
+    monkeypatch.setattr(service._durable, "commit", lambda: (time.sleep(0.2), commit()))
+    appended = service.append(session, [4, 5])
+    until = time.monotonic() + WAIT_S
+    while not appended._ticket.has_ended and time.monotonic() < until:
+        time.sleep(0.001)
+    service.wait_until_idle(WAIT_S)
+    assert appended.is_over
+    service.close_session(session)
+
+
+def _changed_in_many_steps(service):
+    """A session whose update or append takes several steps and gives cells up first."""
+    session = service.create(tiny_engine.random_ids(1, 8), when_full="slide")
+    service.append(session, tiny_engine.random_ids(2, 80)).result(WAIT_S)
+    return session, tiny_engine.random_ids(1, 8) + tiny_engine.random_ids(2, 80)
+
+
+@pytest.mark.parametrize("change", ["update", "append"])
+@pytest.mark.parametrize("copy", ["fork", "snapshot", "queued snapshot"])
+def test_who_copies_a_session_sees_no_half_of_a_change(service, tmp_path, change, copy):
+    session, before = _changed_in_many_steps(service)
+    ids = tiny_engine.random_ids(3, 80)
+    after = before[:8] + ids if change == "update" else (before[:8] + (before[8:] + ids)[72:])
+    copied = []
+
+    def take():
+        if copy == "fork":
+            copied.append(service.fork(session, new_id="copy"))
+        else:
+            service.snapshot(session, tmp_path / "one", fingerprint="tiny")
+            copied.append(
+                service.restore(tmp_path / "one", fingerprint="tiny", session_id="copy")
+            )
+
+    taking = threading.Thread(target=take)
+    if copy == "queued snapshot":  # comes before the change, and is waited for behind it
+        release = tiny_service.hold(service)
+        taking.start()
+        _wait_for_commands(service, 1)
+        pending = []
+        changing = threading.Thread(
+            target=lambda: pending.append(getattr(service, change)(session, ids))
+        )
+        changing.start()
+        _wait_for_commands(service, 2)
+        release.set()
+        changing.join(WAIT_S)
+        [change] = pending
+    else:
+        with tiny_service.held_behind_a_step(service) as ran:
+            change = getattr(service, change)(session, ids)
+            assert ran.wait(WAIT_S)
+            taking.start()
+            _wait_for_commands(service, 1)
+    assert change.result(WAIT_S) == 2
+    taking.join(WAIT_S)
+    assert copied == ["copy"]
+    expected = before if copy == "queued snapshot" else after
+    assert service._engine.session("copy").token_ids == expected
+    assert service._engine.session(session).token_ids == after
+    for name in (session, "copy"):
+        service.close_session(name)
+
+
+def test_a_refused_close_leaves_what_waits_alone(service):
+    session, before = _changed_in_many_steps(service)
+    with tiny_service.held_behind_a_step(service) as ran:
+        first = service.append(session, tiny_engine.random_ids(3, 40))
+        assert ran.wait(WAIT_S)
+        calls = [
+            lambda: second.append(service.append(session, [5])),
+            lambda: service.close_session(session),
+        ]
+        second, failures = [], []
+        for count, call in enumerate(calls, 1):
+            threading.Thread(target=_catching, args=(call, failures)).start()
+            _wait_for_commands(service, count)
+    assert (first.result(WAIT_S), second[0].result(WAIT_S)) == (2, 3)
+    [failure] = failures
+    assert isinstance(failure, SessionError) and "is being computed" in str(failure)
+    service.close_session(session)
+
+
+def test_a_restore_without_room_cancels_nothing(service, tmp_path, monkeypatch):
+    session, _ = _changed_in_many_steps(service)
+    service.snapshot(session, tmp_path / "one", fingerprint="tiny")
+
+    def full(*_):
+        raise PoolFullError("no room")
+
+    question = _question(1, count=20)
+    with tiny_service.held_behind_a_step(service) as ran:
+        answer = service.query(session, question)
+        assert ran.wait(WAIT_S)
+        failures = []
+        put = service._engine.verbs.revival.put_cells
+        monkeypatch.setattr(service._engine.verbs.revival, "put_cells", full)
+        restore = functools.partial(service.restore, tmp_path / "one", fingerprint="tiny")
+        restoring = threading.Thread(target=_catching, args=(restore, failures))
+        restoring.start()
+        _wait_for_commands(service, 1)
+    restoring.join(WAIT_S)
+    assert [type(one) for one in failures] == [PoolFullError]
+    assert len(answer.result(WAIT_S).token_ids) == 20
+    with tiny_service.held_behind_a_step(service) as ran:
+        answer = service.query(session, _question(2, count=20))
+        assert ran.wait(WAIT_S)
+        monkeypatch.setattr(service._engine.verbs.revival, "put_cells", put)
+        restoring = threading.Thread(target=restore)
+        restoring.start()
+        _wait_for_commands(service, 1)
+    restoring.join(WAIT_S)
+    with pytest.raises(CancelledError):
+        answer.result(WAIT_S)
+    assert service.version(session) == 2
+    service.close_session(session)
+
+
+def _catching(call, failures):
+    try:
+        call()
+    except Exception as error:
+        failures.append(error)
 
 
 def test_callers_may_wait_while_sessions_come_and_go(service):

@@ -9,10 +9,11 @@ import grpc
 import numpy as np
 import pytest
 import tiny_engine
+import tiny_service
 from oracle.history import History
 
 from jaxstate import cell_copy, session_snapshot
-from jaxstate.errors import ForeignSnapshotError, SnapshotError
+from jaxstate.errors import CancelledError, ForeignSnapshotError, SnapshotError
 from jaxstate.flash import Question
 from jaxstate.prepositioning import Entry
 from jaxstate.serving import rpc_errors
@@ -139,6 +140,67 @@ def test_what_waits_outside_of_the_pool_is_saved_at_the_end(engine, tmp_path):
     service = _start(engine, tmp_path)
     for session, truth in zip(sessions, truths, strict=True):
         _check(service, session, truth, 7)
+    service.close()
+
+
+@pytest.mark.parametrize("change", ["append", "update"])
+def test_a_change_that_ends_with_its_service_has_never_begun(engine, tmp_path, change):
+    service = _start(engine, tmp_path)
+    session, truth = service.create(_ids(1, 5), when_full="slide"), Truth(_ids(1, 5))
+    _stream(service, session, truth, range(6))
+    service.close()  # saved
+    service = _start(engine, tmp_path)
+    _stream(service, session, truth, range(6, 8))
+    tokens = list(engine.session(session).token_ids)
+    with tiny_service.held_behind_a_step(service) as ran:
+        ids = _ids(9, 40) if change == "append" else [*tokens[5:-17], *_ids(9, 17)]
+        pending = getattr(service, change)(session, ids)
+        assert ran.wait(WAIT_S)
+        service._commands.close()
+    with pytest.raises(CancelledError):
+        pending.result(WAIT_S)
+    service.close()
+    assert (engine.session(session).token_ids, engine.session(session).version) == (tokens, 8)
+    service = _start(engine, tmp_path)
+    assert engine.session(session).token_ids == tokens
+    _check(service, session, truth, 8)
+    if change == "append":
+        service.append(session, ids).result(WAIT_S)
+        truth.append(ids)
+        _check(service, session, truth, 9)
+    service.close()
+
+
+def test_what_goes_wrong_with_one_snapshot_keeps_no_other_from_being_saved(
+    engine, tmp_path, monkeypatch
+):
+    failures = []
+
+    def break_first(function):
+        def broken(*args, **how):
+            if failures:
+                raise failures.pop()
+            return function(*args, **how)
+
+        return broken
+
+    service = _start(engine, tmp_path, idle_s=0.0)
+    for name in ("write", "take"):
+        before = getattr(session_snapshot, name)
+        failures[:] = [MemoryError()]
+        with monkeypatch.context() as patch:
+            patch.setattr(session_snapshot, name, break_first(before))
+            session, truth = service.create(_ids(1, 5)), Truth(_ids(1, 5))
+            _wait_until(lambda: not failures)
+            _stream(service, session, truth, range(3))
+            _wait_until(lambda: any("-3-" in name for name in _names(tmp_path)))
+        service.close_session(session)
+        _wait_until(lambda: not _names(tmp_path))
+    session, truth = service.create(_ids(1, 5), when_full="slide"), Truth(_ids(1, 5))
+    _stream(service, session, truth, range(8))
+    service.close()
+    service = _start(engine, tmp_path)
+    _check(service, session, truth, 8)
     service.close()
 
 

@@ -41,3 +41,26 @@ def hold(service: LocalService) -> threading.Event:
         service._commands.enqueue(command)
     assert taken.wait(WAIT_S)
     return release
+
+
+@contextlib.contextmanager
+def held_behind_a_step(service: LocalService) -> Iterator[threading.Event]:
+    """Hold the worker up behind the next step that forwards anything, till the end of the block.
+
+    Yields what is set when that step has run.
+    """
+    step, taken, release = service._scheduler.step, threading.Event(), threading.Event()
+
+    def held(*args):
+        done = step(*args)
+        if done.tokens and not taken.is_set():
+            taken.set()
+            assert release.wait(WAIT_S)
+        return done
+
+    service._scheduler.step = held
+    try:
+        yield taken
+    finally:
+        release.set()
+        service._scheduler.step = step
