@@ -96,7 +96,8 @@ def run(
     with contextlib.ExitStack() as ends:
         ends.callback(follower.close)
         changed = threading.Event()
-        ends.callback(_looking(options.file, follower, changed, stop).join)
+        looking = _Looking(options.file, follower, changed, stop)
+        ends.callback(looking.end)
         ends.callback(stop.set)
         header = _header(options, changed, stop, log)
         if stop.is_set():
@@ -104,36 +105,67 @@ def run(
         session = ends.enter_context(_session(options, client, header))
         terminal.say(log, f"session {session.session_id} gets the rows of {options.file}")
         watch = session.watch()
-        answers = _Answers(watch, view, _registered(options, session), stop)
+        answers = _Answers(watch, view, _registered(options, session), changed, stop)
         ends.callback(answers.end)
         ends.enter_context(view)
         tail = _Tail(options, session, view, _most_bytes(client), header, stop)
         tail.run(follower, progress, changed, log)
 
 
-def _looking(
-    file: pathlib.Path, follower: Follower, changed: threading.Event, stop: threading.Event
-) -> threading.Thread:
-    """Start a thread that sees files come while others wait for the server; ended by `stop`.
+class _Thread:
+    """A thread whose failure ends the command: it sets both events, and `end` raises it."""
 
-    Args:
-      changed: set when the file may have changed, and every now and then.
-    """
-    looks = watchfiles.watch(
-        file.absolute().parent, watch_filter=lambda _, path: path.startswith(str(file.absolute())),
-        debounce=200, step=20, stop_event=stop, rust_timeout=int(_LOOK_S * 1000),
-        yield_on_timeout=True, recursive=False,
-    )  # fmt: skip
+    def __init__(self, changed: threading.Event, stop: threading.Event):
+        """Start; subclasses call it last."""
+        self._changed = changed
+        self._stop = stop
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._try, name="jaxstate-tail", daemon=True)
+        self._thread.start()
 
-    def run() -> None:
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def _try(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # rich ends a program whose output is gone
+            self._error = error
+            self._stop.set()
+        finally:
+            self._changed.set()
+
+    def end(self) -> None:
+        """Wait for it; raises what it has failed with."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+class _Looking(_Thread):
+    """Sees files come while others wait for the server; ended by `stop`."""
+
+    def __init__(
+        self,
+        file: pathlib.Path,
+        follower: Follower,
+        changed: threading.Event,
+        stop: threading.Event,
+    ):
+        """Start; sets `changed` when the file may have changed, and every now and then."""
+        self._file = file.absolute()
+        self._follower = follower
+        super().__init__(changed, stop)
+
+    def _run(self) -> None:
+        looks = watchfiles.watch(
+            self._file.parent, watch_filter=lambda _, path: path.startswith(str(self._file)),
+            debounce=200, step=20, stop_event=self._stop, rust_timeout=int(_LOOK_S * 1000),
+            yield_on_timeout=True, recursive=False,
+        )  # fmt: skip
         for _ in looks:
-            follower.look()
-            changed.set()
-        changed.set()
-
-    thread = threading.Thread(target=run, name="jaxstate-tail-look", daemon=True)
-    thread.start()
-    return thread
+            self._follower.look()
+            self._changed.set()
 
 
 def _header(
@@ -186,34 +218,32 @@ def _most_bytes(client: Client) -> int:
     return min(_MOST_BYTES, max(client.model_info().context_tokens // 2, 1))
 
 
-class _Answers:
-    """A thread that shows fresh answers."""
+class _Answers(_Thread):
+    """Shows fresh answers."""
 
-    def __init__(self, watch: AnswerWatch, view: View, asks: dict[int, str], stop: threading.Event):
-        """Start; sets `stop` when it fails."""
+    def __init__(
+        self,
+        watch: AnswerWatch,
+        view: View,
+        asks: dict[int, str],
+        changed: threading.Event,
+        stop: threading.Event,
+    ):
+        """Start."""
         self._watch = watch
         self._view = view
         self._asks = asks
-        self._stop = stop
-        self._error: JaxStateError | None = None
-        self._thread = threading.Thread(target=self._run, name="jaxstate-tail", daemon=True)
-        self._thread.start()
+        super().__init__(changed, stop)
 
     def _run(self) -> None:
-        try:
-            for fresh in self._watch:
-                if fresh.flash_id in self._asks:  # others may have registered theirs
-                    self._view.note_answer(self._asks[fresh.flash_id], fresh)
-        except JaxStateError as error:
-            self._error = error
-            self._stop.set()
+        for fresh in self._watch:
+            if fresh.flash_id in self._asks:  # others may have registered theirs
+                self._view.note_answer(self._asks[fresh.flash_id], fresh)
 
     def end(self) -> None:
         """End it; raises what it has failed with."""
         self._watch.cancel()
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        super().end()
 
 
 class _Tail:

@@ -233,7 +233,7 @@ class Tail:
                     self.options, client, as_json=True, out=Console(file=self.out), log=log,
                     stop=self.stop,
                 )  # fmt: skip
-        except JaxStateError as error:
+        except (JaxStateError, OSError) as error:
             self.error = error
 
     @property
@@ -441,6 +441,45 @@ def test_a_session_that_is_closed_by_others_ends_it(running, tmp_path):
         running.service.close_session(tail.session.session_id)
         tail.thread.join(grpc_service.WAIT_S)
     assert isinstance(tail.error, UnknownSessionError)
+
+
+def test_a_file_that_cannot_be_looked_at_any_more_ends_it(running, tmp_path):
+    path = tmp_path / "feed.log"
+    _write(path, "a\n")
+    with _tail(running, path) as tail:
+        tail.wait_for("a\n")
+        path.unlink()
+        path.mkdir()
+        tail.thread.join(grpc_service.WAIT_S)
+    assert isinstance(tail.error, IsADirectoryError)
+    assert running.service._engine.session_ids == []
+
+
+@pytest.mark.parametrize("header", [False, True])
+def test_a_watch_of_the_directory_that_breaks_ends_it(running, tmp_path, monkeypatch, header):
+    def watch(*_, **how):
+        yield set()
+        raise OSError("no watches left")
+
+    path = tmp_path / ("feed.csv" if header else "feed.log")
+    monkeypatch.setattr(tail_command.watchfiles, "watch", watch)
+    with _tail(running, path) as tail:
+        tail.thread.join(grpc_service.WAIT_S)
+    assert "no watches left" in str(tail.error)
+
+
+def test_an_output_that_is_gone_ends_it(running, tmp_path):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError("nobody reads")
+
+    path = tmp_path / "feed.log"
+    _write(path, "a\n")
+    tail = _tail(running, path)
+    tail.out = Gone()
+    with tail:
+        tail.thread.join(grpc_service.WAIT_S)
+    assert not tail.thread.is_alive() and running.service._engine.session_ids == []
 
 
 @pytest.mark.parametrize(
