@@ -3,7 +3,7 @@
 # EXTRA=cuda or EXTRA=tpu installs JAX for that accelerator; without it, for CPUs.
 # State lies in /state, weights and compiled programs in /cache. Inside a container a server has to
 # listen on 0.0.0.0, which it refuses without TLS and tokens, or --force: see README.md.
-ARG PYTHON=3.12
+ARG PYTHON=3.11
 FROM python:${PYTHON}-slim
 
 ARG EXTRA=""
@@ -29,7 +29,7 @@ WORKDIR /home/jaxstate
 # XDG_CACHE_HOME is where compiled kernels go, JAXSTATE_CACHE weights and compiled programs.
 ENV JAXSTATE_CACHE=/cache/jaxstate XDG_CACHE_HOME=/cache
 VOLUME ["/cache", "/state"]
-EXPOSE 50051 50052
+EXPOSE 50051
 
 # Whether grpc.health.v1 says SERVING, which it tells without a token. For TLS name who signed the
 # certificate, and the host that it is for: --env HEALTH_TLS_CA=/tls/ca.pem.

@@ -3,7 +3,7 @@
     python bench/bench_market.py [--peers DIR] [--quick] [--out FILE]
 
 Ten rounds append 14 candles (about 560 tokens) and ask one question for 4 greedy tokens, while the
-context grows from 1.6k to 7.2k tokens. With --peers the same is asked of other engines in the same
+context grows from 2.2k to 7.2k tokens. With --peers the same is asked of other engines in the same
 run, one after another within each round; bench/README.md says what every arm and bar means.
 """
 
