@@ -170,13 +170,7 @@ class Executor:
             )
             result = StepResult(self, outputs)
         except Exception as error:
-            self._pool = self._new_pool()
-            self.pools_lost += 1
-            self.on_pool_lost()
-            raise PoolLostError(
-                f"step of {shape.num_tokens} tokens failed on the device: {error}; ask again, "
-                "what the pool held is rebuilt"
-            ) from error
+            raise self._lost_pool(f"step of {shape.num_tokens} tokens", error) from error
         self.steps += 1
         self.tokens_forwarded += sum(len(row.token_ids) for group in groups for row in group.rows)
         return result
@@ -212,9 +206,16 @@ class Executor:
             yield [np.asarray(array) for array in self._copies["take"](self._pool, part)]
 
     def write_pages(self, pages: Sequence[int], parts: Iterable[Sequence[np.ndarray]]) -> None:
-        """Write what `read_pages` copied to pages of the pool, maybe others."""
+        """Write what `read_pages` copied to pages of the pool, maybe others.
+
+        Raises:
+          PoolLostError: as of run.
+        """
         for index, part in zip(page_copy.padded(pages), parts, strict=True):
-            self._pool = self._copies["put"](self._pool, index, list(part))
+            try:
+                self._pool = self._copies["put"](self._pool, index, list(part))
+            except Exception as error:
+                raise self._lost_pool(f"copy to {len(pages)} pages", error) from error
 
     def draw(self, logits: jax.Array, settings: Sampling, token_index: int) -> int:
         """Draw a token from [vocab] logits; see Sampling."""
@@ -252,6 +253,15 @@ class Executor:
     def call(self, name: str, *args):
         """Run a compiled helper; `logits` arrays of different row counts have one each."""
         return self._calls[(name, args[0].shape)](*args)
+
+    def _lost_pool(self, what: str, error: Exception) -> PoolLostError:
+        """Start with an empty pool, tell of it, and return what the caller raises."""
+        self._pool = self._new_pool()
+        self.pools_lost += 1
+        self.on_pool_lost()
+        return PoolLostError(
+            f"{what} failed on the device: {error}; ask again, what the pool held is rebuilt"
+        )
 
     def _new_pool(self) -> Pool:
         config = self.config

@@ -95,7 +95,11 @@ class Revival:
                 self._pages, session.owner, (), 0, shifts, growing=True
             )
             self._pages.hold(growth.entries)
-            cell_copy.put(self._executor, growth, cells)
+            try:
+                cell_copy.put(self._executor, growth, cells)
+            except BaseException:
+                self._pages.drop(growth.entries)
+                raise
             session.entries = growth.entries
 
     def lose_all(self) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxstate import pages as pages_module
 from jaxstate.choices import ChoiceTree, TreePart, tree_parts
+from jaxstate.errors import PoolLostError
 from jaxstate.executor import Executor, StepResult
 from jaxstate.needs import Need, Ran
 from jaxstate.pages import Entry, Pages
@@ -75,6 +76,8 @@ class Tail:
         Raises:
           CapacityError, PoolFullError: see Pages.require; nothing was taken.
         """
+        self._executor = executor
+        self._pools_lost = executor.pools_lost
         self._largest_shape = executor.config.step_shapes[-1]
         self._num_cells = executor.config.num_cells
         self._pages = pages
@@ -126,7 +129,10 @@ class Tail:
         Args:
           want_last: the distribution after the last token is wanted (output row 0).
           nodes: tree tokens to forward behind the last token in the same step, not kept.
+        Raises:
+          PoolLostError: the pool was lost since the tail was begun, by whatever was run meanwhile.
         """
+        self._check_pool()
         ids = np.asarray(token_ids, np.int32)
         extra = len(nodes.token_ids) if nodes else 0
         outputs = int(want_last and len(ids) > 0) + (len(nodes.wanted) if nodes else 0)
@@ -139,6 +145,7 @@ class Tail:
                 outputs=outputs,
                 row=functools.partial(self._row, ids, want_last=want_last, nodes=nodes),
             )
+            self._check_pool()
             count = min(ran.tokens, len(ids))
             self.position += count
             self.tokens_forwarded += ran.tokens
@@ -147,6 +154,13 @@ class Tail:
             if last:
                 result = ran.result
         return result
+
+    def _check_pool(self) -> None:
+        if self._executor.pools_lost != self._pools_lost:
+            raise PoolLostError(
+                "the pool was lost on the device while this was running; ask again, what it held "
+                "is rebuilt"
+            )
 
     def _row(
         self, ids: np.ndarray, limit: int, *, want_last: bool, nodes: TreePart | None

@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxstate.errors import CapacityError, SnapshotError
+from jaxstate.errors import CapacityError, PoolFullError, SnapshotError
 from jaxstate.executor import Executor
 from jaxstate.page_copy import PAGES_AT_ONCE
 from jaxstate.pages import Entry, Pages, cells_used
@@ -160,18 +160,26 @@ class Tiers:
         if found.gain < 1:
             return 0
         parts = found.content(list(self._executor.read_pages(found.old_pages)))
-        tables = [session.entries, *(paid.entries for paid in session.paid)]
+        behind = [paid.entries[len(session.entries) :] for paid in session.paid]
+        holders = [session, *session.paid]
         old = set(found.old_pages)
-        for table in tables:
-            self._pages.drop(entry for entry in table if entry.page in old)
+        for one in holders:
+            self._pages.drop(entry for entry in one.entries if entry.page in old)
+            one.entries = tuple(entry for entry in one.entries if entry.page not in old)
         pages = self._pages.allocate(session.owner, found.num_pages, after=None, growing=True)
-        self._executor.write_pages(pages, parts)
+        try:
+            self._executor.write_pages(pages, parts)
+        except BaseException:
+            self._pages.release_unused(pages)
+            self.forget_paid(session)
+            if session.stored is None:
+                self.lose(session)
+            raise
         new = set(pages)
-        count = len(session.entries)
         session.entries = found.table(pages)
-        for paid in session.paid:
-            paid.entries = (*session.entries, *paid.entries[count:])
-        for _ in tables:
+        for paid, tail in zip(session.paid, behind, strict=True):
+            paid.entries = (*session.entries, *tail)
+        for _ in holders:
             self._pages.hold(entry for entry in session.entries if entry.page in new)
         self.repacked += 1
         return found.gain
@@ -225,6 +233,7 @@ class Tiers:
         Raises:
           CapacityError, PoolFullError: there is no room, see Pages.require; nothing has changed.
           SnapshotError: its file is missing or damaged: `lose` them. They are not lost already.
+          PoolLostError: it failed on the device.
         """
         stored = session.stored
         if stored is None:
@@ -232,13 +241,18 @@ class Tiers:
         parts = stored.parts if stored.parts is not None else self._read(stored, session)
         session.stored = None
         count = len(stored.pages)
+        new: list[int] = []
         try:
             self._pages.require(count + beside, (), staying=session.entries)
             new = self._pages.allocate(session.owner, count, after=None, growing=True)
-        except CapacityError:
-            session.stored = stored
+            self._executor.write_pages(new, parts)
+        except BaseException:
+            self._pages.release_unused(new)
+            if session.stored is None:
+                session.stored = stored
+            else:  # the pool was lost, and with it what others see as well
+                _remove_file(stored)
             raise
-        self._executor.write_pages(new, parts)
         moved = dict(zip(stored.pages, new, strict=True))
         table = [entry._replace(page=moved.get(entry.page, entry.page)) for entry in stored.entries]
         came = set(new)
@@ -302,23 +316,34 @@ class Tiers:
         return repacking(session.entries, movable, self._pages.page_size)
 
     def _write(self, stored: Stored) -> None:
-        """Write a session's cells to a file of its own: aside, then renamed."""
+        """Write a session's cells to a file of its own: aside, then renamed.
+
+        Raises:
+          PoolFullError: the disk takes no more; they stay in host memory.
+        """
         assert self.swap_dir is not None and stored.parts is not None
         path = self.swap_dir / f"{os.getpid()}-{next(self._names)}.kv"
         aside = path.with_suffix(".part")
         checksum = 0
-        with aside.open("wb") as file:
-            file.write(bytes(64))
-            for part in stored.parts:
-                for array in part:
-                    data = np.ascontiguousarray(array).view(np.uint8).reshape(-1).data
-                    checksum = zlib.crc32(data, checksum)
-                    file.write(data)
-            file.seek(0)
-            header = {"bytes": file.seek(0, os.SEEK_END) - 64, "crc32": checksum}
-            file.seek(0)
-            file.write(json.dumps(header).encode().ljust(64))
-        os.replace(aside, path)
+        try:
+            with aside.open("wb") as file:
+                file.write(bytes(64))
+                for part in stored.parts:
+                    for array in part:
+                        data = np.ascontiguousarray(array).view(np.uint8).reshape(-1).data
+                        checksum = zlib.crc32(data, checksum)
+                        file.write(data)
+                file.seek(0)
+                header = {"bytes": file.seek(0, os.SEEK_END) - 64, "crc32": checksum}
+                file.seek(0)
+                file.write(json.dumps(header).encode().ljust(64))
+            os.replace(aside, path)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            raise PoolFullError(
+                f"swap_dir {self.swap_dir}: what the pool has no room for cannot be written: "
+                f"{error.strerror or error}; free space or repair the disk"
+            ) from error
         stored.path, stored.parts = path, None
 
     def _read(self, stored: Stored, session: Session) -> Parts:

@@ -107,3 +107,18 @@ def test_an_engine_alone_goes_on_as_well():
         for name in (session, other):
             want = tiny_engine.greedy([*_ids(1, 20), *_ids(9, 3)], 2)
             assert engine.query(name, _ids(9, 3), max_new_tokens=2).token_ids == tuple(want)
+
+
+@pytest.mark.parametrize("commit", [False, True])
+def test_a_stream_that_was_open_ends_with_the_pool(commit):
+    with tiny_engine.left_empty(_compiled()) as engine:
+        session, other = engine.create(_ids(1, 20)), engine.create(_ids(2, 20))
+        stream = engine.stream(session, _ids(9, 3), max_new_tokens=6, commit=commit)
+        next(stream)
+        with pytest.raises(PoolLostError):
+            engine.append(other, [FATAL] * 16)
+        with pytest.raises(PoolLostError, match="while this was running"):
+            list(stream)
+        assert engine.session(session).version == 0
+        want = tiny_engine.greedy([*_ids(1, 20), *_ids(9, 3)], 2)
+        assert engine.query(session, _ids(9, 3), max_new_tokens=2).token_ids == tuple(want)

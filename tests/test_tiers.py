@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import numpy as np
 import pytest
 import tiny_engine
 
+from jaxstate import session_snapshot
 from jaxstate.answer import Source
-from jaxstate.errors import CapacityError, PoolFullError
+from jaxstate.errors import CapacityError, PoolFullError, PoolLostError
 from jaxstate.flash import Question
 from jaxstate.serving.local_service import LocalService
 
@@ -97,6 +101,62 @@ def test_host_memory_keeps_its_limit_and_the_rest_goes_to_disk(engine):
     tiers = engine.verbs.tiers
     assert 0 < tiers.bytes_held("host") <= 16 * PAGE_BYTES
     assert tiers.bytes_held("disk") >= 3 * 8 * PAGE_BYTES
+
+
+def test_a_session_stays_where_it_is_while_the_disk_takes_no_other(engine, monkeypatch):
+    sessions = [engine.create(_ids(n, 90)) for n in range(3)]  # of 12 pages: two fit
+    assert engine.verbs.tiers.bytes_held("host") == 12 * PAGE_BYTES
+    engine.move_out(sessions[0], "disk")
+    engine.move_out(sessions[1], "host")
+    engine.create(_ids(4, 90), session_id="four")
+    engine.query(sessions[2], _ids(9, 3), max_new_tokens=1)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(PoolFullError, match="swap_dir .*No space left on device; free space"):
+            engine.query(sessions[0], _ids(9, 3), max_new_tokens=3)
+    for n, session in enumerate(sessions):
+        answer = engine.query(session, _ids(9, 3), max_new_tokens=3)
+        assert answer.token_ids == tuple(tiny_engine.greedy([*_ids(n, 90), *_ids(9, 3)], 3))
+        assert (answer.version, answer.rebuilt) == (0, False)
+
+
+@pytest.mark.parametrize("how", ["on the device", "on the host"])
+@pytest.mark.parametrize("what", ["brought back", "opened", "repacked"])
+def test_a_copy_that_fails_loses_no_session_and_no_page(engine, monkeypatch, how, what):
+    session = engine.create(_ids(1, 20))
+    snapshot = session_snapshot.take(engine.verbs, engine.session(session), fingerprint="tiny")
+    if what == "brought back":
+        engine.move_out(session, "host")
+    if what == "repacked":
+        for _ in range(6):  # part-filled pages
+            child = engine.fork(session)
+            engine.append(child, [3])
+            engine.close(session)
+            session = child
+    tokens = list(engine.session(session).token_ids)
+    do = {
+        "brought back": lambda: engine.query(session, _ids(9, 3), max_new_tokens=1),
+        "opened": lambda: session_snapshot.put(engine.verbs, snapshot, "copy"),
+        "repacked": lambda: engine.verbs.tiers.repack(engine.session(session)),
+    }[what]
+
+    def failing(*_):
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        if how == "on the device":
+            patch.setitem(engine.executor._copies, "put", failing)
+        else:
+            patch.setattr(engine.executor, "write_pages", failing)
+        with pytest.raises(PoolLostError if how == "on the device" else MemoryError):
+            do()
+    assert engine.session_ids == [session]
+    answer = engine.query(session, _ids(9, 3), max_new_tokens=3)
+    assert answer.token_ids == tuple(tiny_engine.greedy([*tokens, *_ids(9, 3)], 3))
 
 
 def test_without_a_tier_or_room_in_it_a_move_is_refused():
