@@ -47,6 +47,7 @@ class Writes:
         self._questions = questions
         self._clock = clock
         self._tokens: dict[Ticket, int] = {}  # of those under way
+        self._exclusive: set[Ticket] = set()  # of these, those that evict or roll back
         self._bursts = Bursts()
 
     # Verbs; arguments as of LocalService
@@ -69,6 +70,8 @@ class Writes:
         ahead = sum(self.under_way(session_id).values())
         window = self._verbs.config.context_len
         full = session.context_len + ahead + count > window
+        # What one ahead has cut comes back if that fails: who counts on the room waits for its end.
+        full |= any(one in self._exclusive for one in self.under_way(session_id))
         most = window if session.when_full == "slide" else None
         self._submit_numbered(
             pending, begin, session_id, token_ids, number, "append", cells=count, most=most,
@@ -148,6 +151,7 @@ class Writes:
         """Forget what is over; the caller holds `Commands.changed`."""
         for ticket in [ticket for ticket in self._tokens if ticket.is_over]:
             del self._tokens[ticket]
+            self._exclusive.discard(ticket)
             if ticket.state is State.DONE:
                 self._sessions[ticket.session].board.forget_errors()
             self._bursts.end(ticket.session, self._clock())
@@ -196,12 +200,16 @@ class Writes:
         job_class: JobClass = JobClass.APPEND,
         *,
         cells: int,
+        exclusive: bool,
         **how: Any,
     ) -> Ticket:
         ticket = self._submissions.submit(
-            pending, begin, session_id, token_ids, job_class, cells=cells, **how
-        )
+            pending, begin, session_id, token_ids, job_class, cells=cells, exclusive=exclusive,
+            **how,
+        )  # fmt: skip
         self._tokens[ticket] = cells
+        if exclusive:
+            self._exclusive.add(ticket)
         now = self._clock()
         self._bursts.submit(session_id, pending.asked, now)
         self._questions.drop(session_id, now)

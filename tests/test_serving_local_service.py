@@ -536,6 +536,46 @@ def test_who_copies_a_session_sees_no_half_of_a_change(service, tmp_path, change
         service.close_session(name)
 
 
+def test_no_question_sees_half_of_an_append_behind_one_that_failed(monkeypatch):
+    engine = tiny_engine.build(num_pages=64, evict_quantum=48)
+    with tiny_service.started(engine, step_tokens=4, preposition=0) as service:
+        session = service.create(tiny_engine.random_ids(1, 8), when_full="slide")
+        before = tiny_engine.random_ids(1, 8) + tiny_engine.random_ids(2, 88)  # full
+        service.append(session, before[8:]).result(WAIT_S)
+        record, run, steps = service._engine.session(session), engine.executor.run, []
+        second, asked = [], []
+
+        def append():
+            second.append(service.append(session, tiny_engine.random_ids(4, 30)))
+
+        def ask():
+            asked.append(service.query(session, _question(5, count=2)))
+
+        def failing(groups):
+            steps.append(1)
+            if len(steps) == 1:  # of an append that has given 48 tokens up
+                threading.Thread(target=append).start()
+                _wait_for_commands(service, 1)
+            if len(steps) == 2:
+                raise RuntimeError("no such step")
+            if len(steps) > 2 and record.evicted and record.stored is None and not asked:
+                threading.Thread(target=ask).start()
+                _wait_for_commands(service, 1)
+            return run(groups)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.executor, "run", failing)
+            with pytest.raises(RuntimeError, match="no such step"):
+                service.append(session, tiny_engine.random_ids(3, 12)).result(WAIT_S)
+            with service._changed:
+                assert service._changed.wait_for(lambda: asked, WAIT_S)
+            answer = asked[0].result(WAIT_S)
+            assert second[0].result(WAIT_S) == 2
+        context = {1: before, 2: record.token_ids}[answer.version]
+        assert answer.context_len == len(context)
+        service.close_session(session)
+
+
 def test_a_refused_close_leaves_what_waits_alone(service):
     session, before = _changed_in_many_steps(service)
     with tiny_service.held_behind_a_step(service) as ran:
