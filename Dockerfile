@@ -29,7 +29,7 @@ WORKDIR /home/jaxstate
 # XDG_CACHE_HOME is where compiled kernels go, JAXSTATE_CACHE weights and compiled programs.
 ENV JAXSTATE_CACHE=/cache/jaxstate XDG_CACHE_HOME=/cache
 VOLUME ["/cache", "/state"]
-EXPOSE 50051
+EXPOSE 50051 50052
 
 # Whether grpc.health.v1 says SERVING, which it tells without a token. For TLS name who signed the
 # certificate, and the host that it is for: --env HEALTH_TLS_CA=/tls/ca.pem.
