@@ -127,6 +127,15 @@ class FlashBoard:
         self._by_key[query.question.key] = query
         self._next_id = max(self._next_id, query.flash_id + 1)
 
+    @property
+    def last_id(self) -> int:
+        """The highest id that a question had, registered or not; 0 = none."""
+        return self._next_id - 1
+
+    def recall_id(self, flash_id: int) -> None:
+        """Give no question an id up to this one any more."""
+        self._next_id = max(self._next_id, flash_id + 1)
+
     def unregister(self, flash_id: int) -> None:
         """Forget a question and its answer.
 

@@ -16,7 +16,7 @@ from jaxstate.scheduler import State, Ticket
 from jaxstate.serving.journal import Journal
 from jaxstate.serving.journal_rows import SavedSession
 from jaxstate.serving.snapshots import Snapshots
-from jaxstate.serving.write_memory import Number
+from jaxstate.serving.write_memory import Number, WriteMemory
 from jaxstate.session import Session
 from jaxstate.verbs import Verbs
 
@@ -176,9 +176,15 @@ class Durable:
             self._gates[session_id, query.flash_id] = query.evaluations, _found(query)
             self._journal.question(session_id, query)
 
-    def unregistered(self, session_id: str, flash_id: int) -> None:
-        """Forget a registered question."""
+    def remembered(self, session_id: str, memory: WriteMemory) -> None:
+        """Note the numbered verbs that a session has had."""
         if self._journal is not None:
+            for number, digest, version in memory.done():
+                self._journal.number(session_id, number, digest, version)
+
+    def unregistered(self, session_id: str, flash_id: int) -> None:
+        """Forget a registered question, but not that its id was one's; 0 = none."""
+        if self._journal is not None and flash_id:
             self._gates.pop((session_id, flash_id), None)
             self._journal.unregister(session_id, flash_id)
 

@@ -154,6 +154,9 @@ class Journal:
                     NumberedWrite(writer=writer, sequence=sequence, digest=digest, version=version)
                 )
             for name, flash_id, question, risk, gates in self._rows("questions", session_id):
+                found[name].last_flash_id = flash_id
+                if question is None:
+                    continue
                 asked = journal_rows.question_from_json(question)
                 query = journal_rows.query_of(flash_id, asked, risk, gates)
                 found[name].queries.append(query)
@@ -208,9 +211,14 @@ class Journal:
         )
 
     def unregister(self, session_id: str, flash_id: int) -> None:
-        """Forget a registered question."""
+        """Forget a registered question; the highest id stays, so that no other gets it."""
+        self._pending.append(_put("questions", session_id, flash_id, None, None, None))
         self._pending.append(
-            ("DELETE FROM questions WHERE session_id = ? AND flash_id = ?", (session_id, flash_id))
+            (
+                "DELETE FROM questions WHERE session_id = ?1 AND question IS NULL AND flash_id < "
+                "(SELECT MAX(flash_id) FROM questions WHERE session_id = ?1)",
+                (session_id,),
+            )
         )
 
     def declare(self, session_id: str, entry: Entry) -> None:

@@ -86,6 +86,7 @@ class SavedSession:
       changes: the newest of those that led there, without a gap.
       numbers: numbered verbs, oldest first.
       queries: registered questions with their gates.
+      last_flash_id: the highest that one had, whether it is still registered or not.
       headers: declared ones.
       snapshot: name of its newest snapshot; "" = none.
     """
@@ -97,6 +98,7 @@ class SavedSession:
     changes: list[Change] = dataclasses.field(default_factory=list)
     numbers: list[NumberedWrite] = dataclasses.field(default_factory=list)
     queries: list[FlashQuery] = dataclasses.field(default_factory=list)
+    last_flash_id: int = 0
     headers: list[Entry] = dataclasses.field(default_factory=list)
     snapshot: str = ""
 

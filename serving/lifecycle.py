@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from jaxstate import session_snapshot
 from jaxstate.engine import Engine
 from jaxstate.errors import SessionError
-from jaxstate.flash import FlashBoard
 from jaxstate.needs import Steps
 from jaxstate.prepositioning import Prepositions
 from jaxstate.scheduler import Scheduler
@@ -116,7 +115,7 @@ class Lifecycle:
         name = saved.session_id
         recovery.recover(self._engine, saved)
         session = self.open(name)
-        recovery.refill(saved, session.board, session.prepositions, session.memory)
+        recovery.refill(saved, session)
         self._submissions.revive(name)
 
     def take(self, session_id: str, fingerprint: str) -> Steps:
@@ -125,7 +124,7 @@ class Lifecycle:
         session = self._sessions[session_id]
         return session_snapshot.take(
             self._engine.verbs, self._engine.session(session_id), fingerprint=fingerprint,
-            registered=recovery.registered(session.board, session.prepositions),
+            registered=recovery.registered(session),
         )  # fmt: skip
 
     def read(
@@ -134,23 +133,22 @@ class Lifecycle:
         fingerprint: str,
         session_id: str | None,
         tenant: str | None,
-    ) -> tuple[SessionSnapshot, str, FlashBoard, Prepositions]:
+    ) -> tuple[SessionSnapshot, str, OpenSession]:
         """Read what `put` takes, in the caller's own thread; see LocalService.restore."""
         snapshot = session_snapshot.read(path, self._engine.verbs, fingerprint=fingerprint)
         name = session_id if session_id is not None else snapshot.fields["session_id"]
         if tenant is not None:
             snapshot.fields["tenant"] = tenant
-        board, prepositions = FlashBoard(), Prepositions(self._preposition)
-        recovery.register(snapshot.registered, board, prepositions)
-        return snapshot, name, board, prepositions
+        saved = OpenSession(version=snapshot.version, prepositions=Prepositions(self._preposition))
+        recovery.register(snapshot.registered, saved, name)
+        return snapshot, name, saved
 
-    def put(
-        self, snapshot: SessionSnapshot, name: str, board: FlashBoard, prepositions: Prepositions
-    ) -> str:
+    def put(self, snapshot: SessionSnapshot, name: str, saved: OpenSession) -> str:
         """See LocalService.restore.
 
         Args:
-          board, prepositions: what the snapshot was registered for.
+          saved: what the session was registered for, and its numbered verbs, which count where it
+            is not open: those of an open one were done, whatever it becomes.
         """
         verbs = self._engine.verbs
         live = verbs.sessions.get(name)
@@ -166,13 +164,17 @@ class Lifecycle:
             if before is not None:
                 self._forget(name)
             session = self.open(name)
-            session.board, session.prepositions = board, prepositions
-            if before is not None:
-                session.memory = before.memory
+            session.board, session.prepositions = saved.board, saved.prepositions
+            session.memory = before.memory if before is not None else saved.memory
+            if before is not None:  # an id is one question's, for good
+                session.board.recall_id(before.board.last_id)
         self._durable.created(restored)
-        for query in board.queries:
+        if before is None:
+            self._durable.remembered(name, session.memory)
+        self._durable.unregistered(name, session.board.last_id)
+        for query in session.board.queries:
             self._durable.registered(name, query)
-        for header in prepositions.declared:
+        for header in session.prepositions.declared:
             self._durable.declared(name, header)
         return name
 

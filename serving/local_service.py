@@ -29,7 +29,7 @@ from jaxstate import drift, session_snapshot
 from jaxstate.config import EngineConfig
 from jaxstate.constraint import Constraint
 from jaxstate.engine import Engine
-from jaxstate.errors import BusyError, InputError, UnknownSessionError
+from jaxstate.errors import BusyError, CancelledError, InputError, UnknownSessionError
 from jaxstate.flash import FlashBoard, FlashQuery, Question
 from jaxstate.generation import RequestOptions
 from jaxstate.metrics import Cells, Metrics, count_cells
@@ -269,6 +269,7 @@ class LocalService:
         fingerprint: str,
         session_id: str | None = None,
         tenant: str | None = None,
+        unless: Callable[[], bool] | None = None,
     ) -> str:
         """Open a session from a snapshot, or have it replace an open one, all or nothing.
 
@@ -277,22 +278,26 @@ class LocalService:
         Args:
           fingerprint: as for snapshot.
           session_id, tenant: of the session; None = as they were.
+          unless: nothing is restored where this is so when the snapshot has been read.
         Returns:
           its id.
         Raises:
+          CancelledError: `unless` was so.
           ForeignSnapshotError: it is of another model, dtype or format, or too long.
           SnapshotError: there is none, or it is damaged.
           SessionError: an append to the session that is to be replaced is being computed, or a
             session of this id is being created.
           PoolFullError, QuotaError: there is no room, or none for the tenant.
         """
-        snapshot, name, board, prepositions = self._lifecycle.read(
-            path, fingerprint, session_id, tenant
-        )
-        self._compile_registered(board)
-        return self._call(
-            functools.partial(self._lifecycle.put, snapshot, name, board, prepositions)
-        )
+        snapshot, name, saved = self._lifecycle.read(path, fingerprint, session_id, tenant)
+        self._compile_registered(saved.board)
+
+        def put() -> str:
+            if unless is not None and unless():
+                raise CancelledError(f"session {name}: cancelled, nothing was restored")
+            return self._lifecycle.put(snapshot, name, saved)
+
+        return self._call(put)
 
     def describe(self, session_id: str) -> SessionInfo:
         """Say how a session stands between two steps."""

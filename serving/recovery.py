@@ -7,11 +7,9 @@ from typing import Any
 
 from jaxstate.engine import Engine
 from jaxstate.errors import CapacityError, SnapshotError
-from jaxstate.flash import FlashBoard
-from jaxstate.prepositioning import Prepositions
 from jaxstate.serving import journal_rows
 from jaxstate.serving.journal_rows import SavedSession
-from jaxstate.serving.write_memory import WriteMemory
+from jaxstate.serving.open_session import OpenSession
 from jaxstate.session import Session
 
 
@@ -35,34 +33,40 @@ def recover(engine: Engine, saved: SavedSession) -> None:
         raise SnapshotError(f"journal: {error}") from error
 
 
-def refill(
-    saved: SavedSession, board: FlashBoard, prepositions: Prepositions, memory: WriteMemory
-) -> None:
+def refill(saved: SavedSession, session: OpenSession) -> None:
     """Bring back what a session was registered for and which numbered verbs it has had."""
     for query in saved.queries:
-        board.recall(query)
+        session.board.recall(query)
+    session.board.recall_id(saved.last_flash_id)
     for header in saved.headers:
-        prepositions.declare(header)
+        session.prepositions.declare(header)
     for one in saved.numbers:
-        memory.recall((one.writer, one.sequence), one.digest, saved.session_id, one.version)
+        number = one.writer, one.sequence
+        session.memory.recall(number, one.digest, saved.session_id, one.version)
 
 
-def registered(board: FlashBoard, prepositions: Prepositions) -> dict[str, Any]:
-    """Return what a session was registered for, with gates, as json can write it."""
+def registered(session: OpenSession) -> dict[str, Any]:
+    """Return what a session was registered for, with gates, and its numbered verbs, for json."""
     return {
         "questions": [
             [
                 query.flash_id, journal_rows.question_to_json(query.question), query.risk,
                 journal_rows.gates_to_bytes(query).hex(),
             ]
-            for query in board.queries
+            for query in session.board.queries
         ],
-        "headers": [journal_rows.entry_to_json(header) for header in prepositions.declared],
+        "last_flash_id": session.board.last_id,
+        "headers": [
+            journal_rows.entry_to_json(header) for header in session.prepositions.declared
+        ],
+        "numbers": [
+            [*number, digest.hex(), version] for number, digest, version in session.memory.done()
+        ],
     }  # fmt: skip
 
 
-def register(saved: dict[str, Any], board: FlashBoard, prepositions: Prepositions) -> None:
-    """Bring back what `registered` returned.
+def register(saved: dict[str, Any], session: OpenSession, session_id: str) -> None:
+    """Bring back what `registered` returned, in a session of this id.
 
     Raises:
       SnapshotError: it did not return this.
@@ -70,8 +74,13 @@ def register(saved: dict[str, Any], board: FlashBoard, prepositions: Preposition
     try:
         for flash_id, question, risk, gates in saved["questions"]:
             asked = journal_rows.question_from_json(question)
-            board.recall(journal_rows.query_of(flash_id, asked, risk, bytes.fromhex(gates)))
+            query = journal_rows.query_of(flash_id, asked, risk, bytes.fromhex(gates))
+            session.board.recall(query)
+        session.board.recall_id(saved.get("last_flash_id", 0))  # older ones do not know it
         for header in saved["headers"]:
-            prepositions.declare(journal_rows.entry_from_json(header))
+            session.prepositions.declare(journal_rows.entry_from_json(header))
+        for writer, sequence, digest, version in saved.get("numbers", ()):
+            number = writer, sequence
+            session.memory.recall(number, bytes.fromhex(digest), session_id, version)
     except (KeyError, TypeError, ValueError, zlib.error) as error:
         raise SnapshotError(f"snapshot: its registrations are damaged: {error}") from error

@@ -118,17 +118,19 @@ class Backend:
         threads: concurrent.futures.Executor | None = None,
         **kwargs,
     ) -> Any:
-        """Run what may wait for the worker; `undo` gets its result if nobody waits any more.
+        """Run what may wait for the worker; if nobody waits any more, not at all, or it is undone.
 
         Args:
+          undo: gets the result of what had begun by then.
           threads: that run it; None = those for verbs.
         """
         call = functools.partial(function, *args, **kwargs)
-        running = self._loop.run_in_executor(threads or self._threads, call)
+        begun = (threads or self._threads).submit(call)
+        running = asyncio.wrap_future(begun)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            if undo is not None:
+            if not begun.cancel() and undo is not None:
                 running.add_done_callback(functools.partial(self._undo, undo))
             raise
 

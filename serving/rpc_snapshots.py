@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 from jaxstate.errors import SessionError
 from jaxstate.serving import jaxstate_pb2 as pb
 from jaxstate.serving import messages
@@ -23,10 +26,15 @@ async def restore(request: pb.RestoreRequest, call: Call) -> pb.Session:
     store = _store(call)
     # Whatever it was called, and whoever has put it here: it becomes the caller's.
     given = request.session_id or (await call.run(store.find, request.name, call.tenant)).session_id
-    name = await call.run_snapshot(
-        store.restore, call.service, request.name, session_id=call.new_session_id(given),
-        tenant=call.tenant,
-    )  # fmt: skip
+    gone = threading.Event()
+    try:
+        name = await call.run_snapshot(
+            store.restore, call.service, request.name, session_id=call.new_session_id(given),
+            tenant=call.tenant, unless=gone.is_set,
+        )  # fmt: skip
+    except asyncio.CancelledError:
+        gone.set()  # what its client has sent since must not be replaced by what came before
+        raise
     return messages.session(await call.run(call.service.describe, name))
 
 

@@ -79,6 +79,14 @@ class ServeOptions:
         """Refuse what would let others in unasked, or lose what is to be kept."""
         if self.durability not in (known := get_args(Durability)):
             raise ValueError(f"durability: expected one of {known}, got {self.durability!r}")
+        if self.state_dir is not None and self.snapshot_dir is not None:
+            automatic = (self.state_dir / "snapshots").resolve()
+            if self.snapshot_dir.resolve().is_relative_to(automatic):
+                raise ValueError(
+                    f"snapshot-dir: expected a directory of its own, got {self.snapshot_dir}, "
+                    "where automatic snapshots are made and removed; leave it out for "
+                    f"{self.state_dir / 'saved'}"
+                )
         host, page_host = self.server.host, self.page_host
         is_safe = self.tls is not None and self.auth_tokens is not None
         if not self.force and not is_safe and not ports.is_loopback(host):

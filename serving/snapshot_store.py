@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxstate import session_snapshot
 from jaxstate.errors import (
@@ -106,10 +106,14 @@ class SnapshotStore:
         *,
         session_id: str | None,
         tenant: str = "",
+        unless: Callable[[], bool] | None = None,
     ) -> str:
         """Open a session from what was saved, or have it replace one; see LocalService.restore.
 
+        Args:
+          unless: nothing is restored where this is so when it could be.
         Raises:
+          CancelledError: `unless` was so.
           InputError: a name that is none.
           UnknownSnapshotError: nothing has it.
           SnapshotError: it is damaged, or of another model.
@@ -117,7 +121,7 @@ class SnapshotStore:
         """
         return service.restore(
             self._known(tenant, name), fingerprint=self._fingerprint, session_id=session_id,
-            tenant=tenant,
+            tenant=tenant, unless=unless,
         )  # fmt: skip
 
     def find(self, name: str, tenant: str = "") -> SavedSnapshot:

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import logging
 import pathlib
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable
@@ -20,6 +21,8 @@ from jaxstate.session_snapshot import SessionSnapshot
 from jaxstate.verbs import Verbs
 
 logger = logging.getLogger(__name__)
+
+_OURS = re.compile(r"[0-9a-f]{12}-\d+-[0-9a-f]{8}(\.|$)")  # a name that _write gives, or its aside
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -57,7 +60,7 @@ class Snapshots:
         """Take over what the journal names, and remove all else from the directory."""
         self._names = {one.session_id: one.snapshot for one in saved if one.snapshot}
         for path in self._directory.iterdir():
-            if path.name not in self._names.values():
+            if path.name not in self._names.values() and _OURS.match(path.name):
                 shutil.rmtree(path, ignore_errors=True)
 
     def earlier(self, saved: SavedSession, verbs: Verbs) -> Earlier | None:

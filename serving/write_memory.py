@@ -69,6 +69,14 @@ class WriteMemory:
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
 
+    def done(self) -> list[tuple[Number, bytes, int]]:
+        """Return those that were done: number, digest and the version that each led to."""
+        return [
+            (number, what, ticket.result)
+            for number, (what, ticket) in self._known.items()
+            if ticket.state is State.DONE
+        ]
+
     def recall(self, number: Number, what: bytes, session_id: str, version: int) -> None:
         """Remember a verb that was done before the service started, and the version it led to."""
         ticket = Ticket(

@@ -292,6 +292,33 @@ def test_what_was_left_half_written_is_removed(running, saved):
     assert list(saved.iterdir()) == []
 
 
+def test_a_restore_whose_client_has_gone_replaces_nothing(running, stub, monkeypatch):
+    _session(stub)
+    _save(stub, "one")
+    read, reading, release = session_snapshot.read, threading.Semaphore(0), threading.Event()
+
+    def slow(*args, **how):
+        reading.release()
+        assert release.wait(WAIT_S)
+        return read(*args, **how)
+
+    monkeypatch.setattr(session_snapshot, "read", slow)
+    request = pb.RestoreRequest(name="one", session_id="s")
+    threads = running.server._backend.snapshot_threads
+    for _ in range(5):  # more than there are threads for
+        with refused(StatusCode.DEADLINE_EXCEEDED):
+            stub.Restore(request, timeout=0.2)
+    grpc_service.wait_until(lambda: running.server._backend.num_calls == 0)
+    assert reading.acquire(timeout=WAIT_S) and reading.acquire(timeout=WAIT_S)
+    stub.Append(pb.AppendRequest(session_id="s", prompt=tokens(_ids(5, 3))), timeout=WAIT_S)
+    release.set()
+    threads.submit(lambda: None).result(WAIT_S)
+    _get(stub, "s")  # behind whatever was handed to the worker
+    assert not reading.acquire(timeout=0.1)  # those that waited were not begun
+    found = _get(stub, "s")
+    assert (found.version, found.context_tokens) == (2, 25)
+
+
 def test_a_server_without_a_directory_says_so(behind):
     model, engine = behind
     with grpc_service.serving(engine, model.tokenizer) as running:

@@ -340,3 +340,12 @@ def test_a_signal_while_it_loads_ends_it_without_waiting(directory, model, tmp_p
         assert serving.process.wait(WAIT_S) == 0
         assert serving.log.read_text().endswith("\nended before the model was loaded\n")
         assert serving.process.stdout is not None and serving.process.stdout.read() == ""
+
+
+@pytest.mark.parametrize(
+    "where", ["state/snapshots", "state/snapshots/mine", "state/../state/snapshots"]
+)
+def test_saved_sessions_are_not_kept_where_automatic_ones_are_removed(capsys, tmp_path, where):
+    kept = ("--state-dir", tmp_path / "state", "--snapshot-dir", tmp_path / where)
+    made = command_line.run(capsys, "serve", "no-such-model", *kept)
+    assert made.status == 2 and "snapshot-dir: expected a directory of its own" in made.err

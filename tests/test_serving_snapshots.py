@@ -13,7 +13,7 @@ import tiny_service
 from oracle.history import History
 
 from jaxstate import cell_copy, session_snapshot
-from jaxstate.errors import CancelledError, ForeignSnapshotError, SnapshotError
+from jaxstate.errors import CancelledError, ForeignSnapshotError, InputError, SnapshotError
 from jaxstate.flash import Question
 from jaxstate.prepositioning import Entry
 from jaxstate.serving import rpc_errors
@@ -325,6 +325,62 @@ def test_a_service_saves_a_session_and_restores_it_with_its_questions(engine, tm
     for name, version in (("copy", 8), (session, 10)):
         _check(service, name, truth, version)
         assert [one.question.key for one in service.flash_queries(name)] == [question.key]
+    service.close()
+
+
+def test_only_what_a_service_has_saved_itself_is_removed_from_its_directory(engine, tmp_path):
+    directory = tmp_path / "snapshots"
+    ours, half = f"{'a' * 12}-7-{'b' * 8}", f"{'a' * 12}-7-{'b' * 8}.{'c' * 8}.part"
+    for name in ("tenant-", "notes", ours, half):
+        (directory / name).mkdir(parents=True)
+    service = _start(engine, tmp_path)
+    service.close()
+    assert sorted(path.name for path in directory.iterdir()) == ["notes", "tenant-"]
+
+
+@pytest.mark.parametrize("where", ["restored over", "restored anew", "started again"])
+def test_a_question_never_gets_the_id_of_another(engine, tmp_path, where):
+    service = _start(engine, tmp_path)
+    session = service.create(_ids(1, 5))
+    questions = [Question(token_ids=tuple(_ids(n, 4)), max_new_tokens=1) for n in range(4)]
+    ids = [service.register(session, one).flash_id for one in questions[:2]]
+    service.unregister(session, ids[1])
+    if where != "started again":
+        service.snapshot(session, tmp_path / "one", fingerprint=MODEL)
+    ids += [service.register(session, questions[2]).flash_id]
+    service.unregister(session, ids[2])
+    if where == "restored over":
+        service.restore(tmp_path / "one", fingerprint=MODEL)
+    if where == "restored anew":
+        service.close_session(session)
+        ids.pop()  # of a session that is closed
+        service.restore(tmp_path / "one", fingerprint=MODEL)
+    service.close()
+    service = _start(engine, tmp_path)
+    assert [one.flash_id for one in service.flash_queries(session)] == ids[:1]
+    assert service.register(session, questions[3]).flash_id == max(ids) + 1
+    service.close()
+
+
+def test_numbered_verbs_of_a_saved_session_are_applied_once_when_it_is_opened_again(
+    engine, tmp_path
+):
+    service = _start(engine, tmp_path)
+    session = service.create(_ids(1, 5))
+    assert service.append(session, _ids(2, 3), number=("feed", 1)).result(WAIT_S) == 1
+    service.snapshot(session, tmp_path / "one", fingerprint=MODEL)
+    assert service.append(session, _ids(3, 3), number=("feed", 2)).result(WAIT_S) == 2
+    service.close_session(session)
+    service.restore(tmp_path / "one", fingerprint=MODEL)
+    for _ in range(2):
+        assert service.append(session, _ids(2, 3), number=("feed", 1)).result(WAIT_S) == 1
+        assert service.version(session) == 1
+        with pytest.raises(InputError, match="expected what writer"):
+            service.append(session, _ids(9, 3), number=("feed", 1))
+        service.close()
+        service = _start(engine, tmp_path)
+    assert service.append(session, _ids(3, 3), number=("feed", 2)).result(WAIT_S) == 2
+    assert engine.session(session).token_ids == [*_ids(1, 5), *_ids(2, 3), *_ids(3, 3)]
     service.close()
 
 
