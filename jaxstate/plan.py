@@ -4,7 +4,8 @@ No arrays, threads or clock. The worker turns requests into jobs, asks for a pla
 asks again; a simulator drives the same function with recorded arrivals.
 
 The order: running answers first, each its next token; then what has waited for a good part of its
-class's limit; then by class, questions before appends before what nobody waits for. Work that
+class's limit; then by class, questions before appends before what nobody waits for. Answers leave
+single steps to what has been overdue longest and would get nothing beside them. Work that
 nobody waits for (Flash evaluations, pre-positioning, maintenance) runs in steps that hold nothing
 else, until it is overdue. A step is bounded in tokens, and one that begins questions holds no
 appends but what is overdue, so that a question waits for one step and for its own.
@@ -46,6 +47,8 @@ class Job:
       least: fewest that can be forwarded at once.
       started: some of it has run.
       decodes: it is a running answer, whose next token is all it can forward.
+      gave_way: a running answer that has been left out of a step since its last token was drawn,
+        see StepPlan.
       outputs: rows of output it needs in the step that forwards its last token.
       pages: to be reserved before it starts, all that it can ever need; 0 once it has started.
       arrived: seconds on any clock; of a running answer, when its last token was drawn.
@@ -63,6 +66,7 @@ class Job:
     least: int = 1
     started: bool = False
     decodes: bool = False
+    gave_way: bool = False
     outputs: int = 1
     pages: int = 0
     arrived: float
@@ -135,12 +139,15 @@ class StepPlan:
 
     Attributes:
       decodes: jobs that forward their next token, in the order of their ids.
+      gave_way: running answers left out for what has been overdue longest; where they are marked
+        as such, they are in the next one.
       pieces: what else is forwarded.
       expired: jobs to be ended unrun: their deadline has passed.
       short_of_pages: jobs that would run now if pages were free, the first in line first.
     """
 
     decodes: tuple[int, ...] = ()
+    gave_way: tuple[int, ...] = ()
     pieces: tuple[Piece, ...] = ()
     expired: tuple[int, ...] = ()
     short_of_pages: tuple[int, ...] = ()
@@ -155,11 +162,15 @@ def plan(jobs: Sequence[Job], limits: Limits, free_pages: int, now: float) -> St
     """Choose the next step; the order of `jobs` does not matter.
 
     With more running answers than rows, those go on whose last token is oldest; while questions
-    wait, they leave a row and a quarter of the tokens to one. Overdue work that nobody waits for
-    takes at most half of the tokens and rows that running answers leave, and overdue appends half
-    of the tokens while questions wait, so that those go on. Appends that are not overdue leave a
-    step to the questions that begin in it. Where the first in line is short of pages, others may
-    pass it until it is overdue; from then on pages are kept for it.
+    wait, they leave a row and a quarter of the tokens to one. What has been overdue longest, or
+    again since some of it ran, goes before them where it would get nothing otherwise (the parts of
+    a choice need all their rows at once); an answer is left out for that once, then it runs.
+
+    Overdue work that nobody waits for takes at most half of the tokens and rows that running
+    answers leave, and overdue appends half of the tokens while questions wait, so that those go
+    on. Appends that are not overdue leave a step to the questions that begin in it. Where the first
+    in line is short of pages, others may pass it until it is overdue; from then on pages are kept
+    for it.
 
     Args:
       free_pages: pages that no one holds or has reserved.
@@ -174,33 +185,55 @@ def plan(jobs: Sequence[Job], limits: Limits, free_pages: int, now: float) -> St
     decodes = sorted(
         (job for job in runnable if job.decodes), key=lambda job: (job.arrived, job.job_id)
     )[:most_decodes]
+    turns = _turns(waiting)
+
+    def overdue_since(job: Job) -> float:
+        return job.arrived + limits.age_s[job.job_class] * OVERDUE[job.job_class]
+
+    def due_since(job: Job) -> float:
+        rested = job.ran + limits.age_s[job.job_class] * AGE_STARTED if job.started else -math.inf
+        return max(overdue_since(job), rested)
+
+    def by_class(job: Job):
+        return job.job_class, job.deadline, turns[job.job_id], job.arrived, job.job_id
+
+    overdue = [job for job in waiting if due_since(job) <= now]
+    overdue.sort(key=lambda job: (overdue_since(job), job.job_id))
+    fresh = sorted((job for job in waiting if due_since(job) > now), key=by_class)
+    foreground = [job for job in fresh if not job.job_class.is_background]
+    waited_for = any(not job.job_class.is_background for job in waiting)
+
+    def is_bounded(job: Job) -> bool:
+        if job.job_class.is_background:
+            return waited_for
+        return bool(asking) and job.job_class is not JobClass.QUERY
+
+    # Pages are kept for one that is short of them.
+    free = free_pages if all(job.pages <= free_pages for job in overdue) else 0
+    first = min(
+        (job for job in overdue if job.pages <= free and _rows_needed(job) <= limits.rows),
+        key=lambda job: (due_since(job), job.job_id),
+        default=None,
+    )
+    stay = _stay_beside(first, decodes, limits, is_bounded(first)) if first else None
+    if stay is None:
+        first, stay = None, len(decodes)
+    decodes, gave_way = decodes[:stay], decodes[stay:]
     step = _Step(
         limits=limits,
         tokens=limits.tokens - len(decodes),
         rows=limits.rows - sum(job.outputs for job in decodes),
         pages=free_pages,
     )
-    turns = _turns(waiting)
-
-    def overdue_since(job: Job) -> float:
-        return job.arrived + limits.age_s[job.job_class] * OVERDUE[job.job_class]
-
-    def is_overdue(job: Job) -> bool:
-        rests = job.started and job.ran + limits.age_s[job.job_class] * AGE_STARTED > now
-        return overdue_since(job) <= now and not rests
-
-    def by_class(job: Job):
-        return job.job_class, job.deadline, turns[job.job_id], job.arrived, job.job_id
-
-    overdue = [job for job in waiting if is_overdue(job)]
-    overdue.sort(key=lambda job: (overdue_since(job), job.job_id))
-    fresh = sorted((job for job in waiting if not is_overdue(job)), key=by_class)
-    foreground = [job for job in fresh if not job.job_class.is_background]
-    waited_for = any(not job.job_class.is_background for job in waiting)
     half, rows_kept = step.tokens // 2, step.rows // 2
+    if first:
+        most = max(half, first.least) if is_bounded(first) else step.tokens
+        taken = step.take(first, most=most, keep_pages=True)
+        half -= taken if is_bounded(first) else 0
     for job in overdue:
-        bounded = waited_for if job.job_class.is_background else bool(asking)
-        if not bounded or job.job_class is JobClass.QUERY:
+        if job is first:
+            continue
+        if not is_bounded(job):
             step.take(job, most=step.tokens, keep_pages=True)
         elif not job.outputs or step.rows > rows_kept:
             half -= step.take(job, most=half, keep_pages=True)
@@ -216,6 +249,7 @@ def plan(jobs: Sequence[Job], limits: Limits, free_pages: int, now: float) -> St
                 step.take(job, most=step.tokens, keep_pages=False)
     return StepPlan(
         decodes=tuple(sorted(job.job_id for job in decodes)),
+        gave_way=tuple(sorted(job.job_id for job in gave_way)),
         pieces=tuple(step.pieces),
         expired=tuple(sorted(expired)),
         short_of_pages=tuple(step.short),
@@ -243,6 +277,28 @@ def _runnable(jobs: Sequence[Job]) -> list[Job]:
         return job.job_class is JobClass.APPEND and oldest_append[job.session] != job.job_id
 
     return [job for job in jobs if not waits(job)]
+
+
+def _rows_needed(job: Job) -> int:
+    """Rows without which nothing of a job can run."""
+    return job.outputs if job.least == job.tokens else 0
+
+
+def _stay_beside(job: Job, decodes: Sequence[Job], limits: Limits, bounded: bool) -> int | None:
+    """How many running answers run beside an overdue job that has to go first to get anything.
+
+    None where it gets something in its turn, or where answers that gave way already leave too
+    little.
+
+    Args:
+      bounded: it has at most half of what they leave.
+    """
+    tokens, rows = limits.tokens - len(decodes), limits.rows - len(decodes)
+    has_row = not (bounded and job.outputs) or rows > 0
+    if job.least <= tokens // 2 and _rows_needed(job) <= rows and has_row:
+        return None
+    stay = min(limits.rows - _rows_needed(job), limits.tokens - job.least, len(decodes))
+    return stay if stay >= sum(one.gave_way for one in decodes) else None
 
 
 def _turns(jobs: Sequence[Job]) -> dict[int, int]:

@@ -279,6 +279,9 @@ class Scheduler:
             # Its pages are an estimate of the most; what can be had shows when it begins.
             step, chosen = self._choose(now, blocked, step.short_of_pages[0])
         if chosen:
+            for job_id in step.gave_way:
+                running = self._running[job_id]
+                running.job = dataclasses.replace(running.job, gave_way=True)
             self._run(chosen, now, clock or (lambda: now))
         return step
 
@@ -438,8 +441,8 @@ class Scheduler:
         is_answer = answering and item.tokens == 1
         running.job = dataclasses.replace(
             running.job, tokens=item.tokens, least=item.least, outputs=item.outputs, pages=0,
-            started=True, decodes=is_answer, arrived=now if is_answer else running.job.arrived,
-            ran=now,
+            started=True, decodes=is_answer, gave_way=False, ran=now,
+            arrived=now if is_answer else running.job.arrived,
         )  # fmt: skip
 
     def _fail(self, running: _Running, error: BaseException, now: float) -> None:

@@ -93,6 +93,8 @@ def simulate(
             if next_arrival < len(order) and not step.expired:
                 now = max(now, arrivals[order[next_arrival]].at)
             continue
+        for index in step.gave_way:
+            jobs[index] = dataclasses.replace(jobs[index], gave_way=True)
         for piece in step.pieces:
             if outcomes[piece.job_id].started is None:
                 outcomes[piece.job_id].started = now - arrivals[piece.job_id].at
@@ -110,8 +112,9 @@ def simulate(
             left[index] -= 1
             if left[index] > 0:
                 jobs[index] = dataclasses.replace(
-                    jobs[index], tokens=1, decodes=True, arrived=now, ran=now, outputs=1
-                )
+                    jobs[index], tokens=1, decodes=True, gave_way=False, arrived=now, ran=now,
+                    outputs=1,
+                )  # fmt: skip
             else:
                 outcome.ended = age
                 del jobs[index]

@@ -34,6 +34,7 @@ jobs_lists = st.lists(
         tokens=st.sampled_from([1, 2, 7, 30, 100]),
         started=st.booleans(),
         decodes=st.integers(0, 3).map(lambda n: n == 0),
+        gave_way=st.booleans(),
         outputs=st.sampled_from([0, 1, 3]),
         pages=st.sampled_from([0, 2, 5]),
         arrived=st.sampled_from([0.0, 5.0, 9.0, 9.5]),
@@ -70,8 +71,10 @@ def test_any_plan_keeps_to_its_limits_and_to_the_jobs(drawn, rows, tokens, free,
     assert len(step.decodes) + sum(job.outputs for job in finished) <= rows or not finished
     assert len(step.decodes) <= rows
     assert sum(by_id[piece.job_id].pages for piece in step.pieces) <= free
-    planned = [*step.decodes, *(piece.job_id for piece in step.pieces)]
+    assert not any(by_id[job_id].gave_way for job_id in step.gave_way)
+    planned = [*step.decodes, *step.gave_way, *(piece.job_id for piece in step.pieces)]
     assert len(planned) == len(set(planned))
+    assert step.pieces or not step.gave_way
     for piece in step.pieces:
         job = by_id[piece.job_id]
         assert 1 <= piece.tokens <= job.tokens and piece.last == (piece.tokens == job.tokens)
@@ -222,6 +225,79 @@ def test_a_job_with_more_outputs_than_rows_are_left_runs_but_for_its_last_token(
     assert plan(jobs, LIMITS, 0, now=0.1).pieces == (
         Piece(job_id=0, tokens=5, last=True), Piece(job_id=1, tokens=4, last=False),
     )  # fmt: skip
+
+
+def _answers(count, **changes):
+    how = dict(tokens=1, decodes=True, started=True, arrived=2.9, ran=2.9) | changes
+    return [_job(n, **how) for n in range(count)]
+
+
+def test_overdue_choices_have_all_their_rows_in_a_step_and_answers_the_next_one():
+    limits = Limits(tokens=32, rows=8)
+    part = dict(tokens=8, least=8, outputs=8, started=True)
+    fresh, overdue = (_job(9, arrived=at, **part) for at in (2.8, 2.0))
+    for answers in (_answers(1), _answers(7)):
+        everybody = tuple(job.job_id for job in answers)
+        assert plan([*answers, fresh], limits, 0, now=3.0).decodes == everybody
+        step = plan([*answers, overdue], limits, 0, now=3.0)
+        assert (step.decodes, step.gave_way) == ((), everybody)
+        assert step.pieces == (Piece(job_id=9, tokens=8, last=True),)
+        answers = [dataclasses.replace(job, gave_way=True) for job in answers]
+        step = plan([*answers, overdue], limits, 0, now=3.0)
+        assert (step.decodes, step.gave_way, step.pieces) == (everybody, (), ())
+    # What ran of late is not overdue again so soon, and fewer rows cost fewer answers.
+    rested = dataclasses.replace(overdue, ran=2.95)
+    assert not plan([*_answers(7), rested], limits, 0, now=3.0).gave_way
+    small = _job(9, tokens=3, least=3, outputs=3, started=True, arrived=2.0)
+    step = plan([*_answers(7), small], limits, 0, now=3.0)
+    assert (len(step.decodes), step.gave_way, _pieces(step)) == (5, (5, 6), {9: 3})
+
+
+@pytest.mark.parametrize("job_class", JobClass)
+def test_no_class_waits_for_ever_for_a_row_or_a_token_beside_answers(job_class):
+    outputs = 0 if job_class is JobClass.APPEND else 1
+    for limits, tokens in ((Limits(tokens=32, rows=4), 1), (Limits(tokens=4, rows=4), 5)):
+        how = dict(tokens=tokens, outputs=outputs, started=True, arrived=-300.0, ran=-300.0)
+        job = _job(9, job_class, **how)
+        step = plan([*_answers(6), job], limits, 0, now=3.0)
+        assert _pieces(step) == {9: 1} and len(step.decodes) >= 3
+
+
+def test_many_choices_keep_neither_answers_nor_questions_from_going_on():
+    limits, now, step_s = Limits(tokens=64, rows=8), 0.0, 0.02
+    jobs = {job.job_id: job for job in _answers(7, arrived=0.0)}
+    asked, waits, parts, tokens = 100, [], {}, dict.fromkeys(jobs, 0)
+    for turn in range(600):
+        if turn % 8 == 0:  # more of them than there are steps for
+            parts[asked] = 5
+            jobs[asked] = _job(asked, tokens=9, least=9, outputs=8, started=True, arrived=now,
+                               ran=now)  # fmt: skip
+            asked += 1
+        if turn % 20 == 0:
+            jobs[asked] = _job(asked, tokens=20, arrived=now)
+            asked += 1
+        step = plan(list(jobs.values()), limits, 0, now)
+        now += step_s
+        for job_id in step.gave_way:
+            jobs[job_id] = dataclasses.replace(jobs[job_id], gave_way=True)
+        for job_id in step.decodes:
+            tokens[job_id] += 1
+            jobs[job_id] = dataclasses.replace(jobs[job_id], gave_way=False, arrived=now)
+        for piece in step.pieces:
+            job = jobs[piece.job_id]
+            if parts.get(piece.job_id, 0) > 1:
+                parts[piece.job_id] -= 1
+                jobs[piece.job_id] = dataclasses.replace(job, ran=now)
+            elif piece.last:
+                if piece.job_id not in parts:
+                    waits.append(now - job.arrived)
+                del jobs[piece.job_id]
+            else:
+                left = job.tokens - piece.tokens
+                jobs[piece.job_id] = dataclasses.replace(job, tokens=left, started=True, ran=now)
+    assert min(tokens.values()) >= 600 / 2  # half of the steps at least
+    assert len(waits) == 30 and max(waits) <= AGE_S[JobClass.QUERY]
+    assert sum(5 - left for left in parts.values()) >= 600 / 2 * 0.8
 
 
 @pytest.mark.parametrize("changes", [dict(tokens=0), dict(rows=0), dict(age_s={})])

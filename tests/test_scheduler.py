@@ -122,6 +122,30 @@ def test_choices_are_scored_beside_other_questions(engine):
     assert ticket.result.choice == alone.choice
 
 
+def test_choices_that_need_every_row_are_scored_while_answers_stream(engine):
+    many = Many(engine)
+    (context, _), (first, second) = _sessions(engine, 2)
+    choices = [[1, 2], [3, 4], [5, 6]]  # with the root, rows of a whole step
+    alone = engine.choose(second, [7, 8], choices)
+    asked = [many.query(first, [1, 2], 30) for _ in range(2)]
+    many.step()
+    begin = functools.partial(engine.verbs.choose, second, [7, 8], choices)
+    ticket = many.scheduler.submit(
+        begin, job_class=JobClass.QUERY, session=second, tokens=2, cells=2, now=many.now, outputs=1
+    )
+    submitted, drawn = many.now, 0
+    while not ticket.is_over and many.now < submitted + 1.0:
+        many.now += 0.04
+        many.step()
+        drawn += 1
+    assert ticket.state is State.DONE and not any(one.is_over for one in asked)
+    np.testing.assert_allclose(ticket.result.choice_logprobs, alone.choice_logprobs, atol=1e-4)
+    assert [len(one.tokens) for one in asked] == [drawn] * 2  # but for one step, and the first
+    many.finish()
+    for one in asked:
+        assert list(one.result.token_ids) == tiny_engine.greedy([*context, 1, 2], 30)
+
+
 def test_questions_on_one_session_read_its_context_once(engine):
     many = Many(engine)
     [context], [session] = _sessions(engine, 1)
