@@ -168,15 +168,16 @@ def plan(jobs: Sequence[Job], limits: Limits, free_pages: int, now: float) -> St
 
     Overdue work that nobody waits for takes at most half of the tokens and rows that running
     answers leave, and overdue appends half of the tokens while questions wait, so that those go
-    on. Appends that are not overdue leave a step to the questions that begin in it. Where the first
-    in line is short of pages, others may pass it until it is overdue; from then on pages are kept
-    for it.
+    on. Appends that are not overdue leave a step to the questions that begin in it. Work that
+    nobody waits for but an exclusive job is as urgent as that. Where the first in line is short of
+    pages, others may pass it until it is overdue; from then on pages are kept for it.
 
     Args:
       free_pages: pages that no one holds or has reserved.
     """
     expired = {job.job_id for job in jobs if job.deadline <= now and not job.started}
-    runnable = _runnable([job for job in jobs if job.job_id not in expired])
+    alive = [job for job in jobs if job.job_id not in expired]
+    runnable = _waited_for(_runnable(alive), alive, limits)
     waiting = [job for job in runnable if not job.decodes]
     most_decodes = min(limits.rows, limits.tokens)
     asking = {job.job_id for job in waiting if job.job_class is JobClass.QUERY}
@@ -188,7 +189,7 @@ def plan(jobs: Sequence[Job], limits: Limits, free_pages: int, now: float) -> St
     turns = _turns(waiting)
 
     def overdue_since(job: Job) -> float:
-        return job.arrived + limits.age_s[job.job_class] * OVERDUE[job.job_class]
+        return job.arrived + _patience(job.job_class, limits)
 
     def due_since(job: Job) -> float:
         rested = job.ran + limits.age_s[job.job_class] * AGE_STARTED if job.started else -math.inf
@@ -254,6 +255,35 @@ def plan(jobs: Sequence[Job], limits: Limits, free_pages: int, now: float) -> St
         expired=tuple(sorted(expired)),
         short_of_pages=tuple(step.short),
     )
+
+
+def _patience(job_class: JobClass, limits: Limits) -> float:
+    """Seconds after which a waiting job is overdue."""
+    return limits.age_s[job_class] * OVERDUE[job_class]
+
+
+def _waited_for(runnable: Sequence[Job], jobs: Sequence[Job], limits: Limits) -> list[Job]:
+    """Runnable ones, background ones as urgent as the most urgent of the exclusive behind them.
+
+    They are overdue when the first of these is; running answers need nothing of that.
+    """
+    exclusive: defaultdict[str, list[Job]] = defaultdict(list)
+    for job in jobs:
+        if job.exclusive:
+            exclusive[job.session].append(job)
+
+    def as_urgent(job: Job) -> Job:
+        if job.decodes or not job.job_class.is_background:
+            return job
+        behind = [one for one in exclusive[job.session] if one.job_id > job.job_id]
+        urgent = min((job.job_class, *(one.job_class for one in behind)))
+        if urgent is job.job_class:
+            return job
+        overdue = min(one.arrived + _patience(one.job_class, limits) for one in (job, *behind))
+        arrived = overdue - _patience(urgent, limits)
+        return dataclasses.replace(job, job_class=urgent, arrived=arrived)
+
+    return [as_urgent(job) for job in runnable]
 
 
 def _runnable(jobs: Sequence[Job]) -> list[Job]:

@@ -212,6 +212,40 @@ def test_an_exclusive_job_runs_behind_what_came_before_it_and_before_what_came_l
     assert set(_pieces(plan(jobs[2:], LIMITS, 0, now=0.1))) == {2, 3}
 
 
+@pytest.mark.parametrize("job_class", [JobClass.FLASH, JobClass.ADVANCE, JobClass.MAINTENANCE])
+def test_what_an_exclusive_job_waits_for_is_as_urgent_as_it_is(job_class):
+    answers = _answers(2)
+    idle = _job(5, job_class, session="s", tokens=3, arrived=2.9)
+    for urgent in (JobClass.QUERY, JobClass.APPEND):
+        write = _job(6, urgent, session="s", exclusive=True, arrived=2.95)
+        other = _job(7, JobClass.APPEND, session="t", outputs=0, arrived=2.8)
+        assert _pieces(plan([*answers, idle, other], LIMITS, 0, now=3.0)) == {7: 5}
+        jobs = [*answers, idle, write, other]
+        first = {5: 3} if urgent is JobClass.QUERY else {7: 5, 5: 3}
+        assert _pieces(plan(jobs, LIMITS, 0, now=3.0)) == first
+
+
+def test_what_an_exclusive_job_waits_for_is_overdue_when_the_first_of_both_is():
+    write = _job(6, JobClass.APPEND, session="s", exclusive=True, arrived=3.0)
+    question = _job(8, tokens=20, arrived=4.4)
+    for job_class, now, is_overdue in (
+        (JobClass.ADVANCE, 4.45, False), (JobClass.ADVANCE, 4.55, True),
+        (JobClass.FLASH, 4.45, True),
+    ):  # fmt: skip
+        idle = _job(5, job_class, session="s", tokens=3, arrived=2.9)
+        pieces = _pieces(plan([idle, write, question], LIMITS, 0, now=now))
+        assert pieces == ({5: 3, 8: 20} if is_overdue else {8: 20})
+
+
+def test_what_an_exclusive_job_waits_for_keeps_no_append_from_running():
+    jobs = [
+        _job(0, JobClass.ADVANCE, session="s", tokens=3), _job(1, JobClass.ADVANCE, session="s"),
+        _job(2, JobClass.APPEND, session="s", tokens=4, outputs=0),
+        _job(3, JobClass.APPEND, session="s", exclusive=True, outputs=0),
+    ]  # fmt: skip
+    assert _pieces(plan(jobs, LIMITS, 0, now=0.1)) == {0: 3, 1: 5, 2: 4}
+
+
 def test_small_ones_pass_a_job_short_of_pages_until_it_is_overdue():
     large, small = _job(0, pages=8), _job(1, pages=2, arrived=0.2)
     step = plan([large, small], LIMITS, 4, now=0.25)

@@ -146,6 +146,24 @@ def test_choices_that_need_every_row_are_scored_while_answers_stream(engine):
         assert list(one.result.token_ids) == tiny_engine.greedy([*context, 1, 2], 30)
 
 
+def test_an_append_that_evicts_does_not_wait_for_idle_time_behind_an_advance(engine):
+    many = Many(engine)
+    full = engine.create(tiny_engine.random_ids(1, 9), when_full="slide")
+    engine.append(full, tiny_engine.random_ids(2, 87))
+    other = engine.create(tiny_engine.random_ids(3, 9))
+    answer = many.query(other, [1, 2], 60)
+    many.step()
+    begin = functools.partial(
+        many.verbs.advance, max_new_tokens=4, min_gap=0.0, eos_ids=[], slot_ids=[]
+    )
+    advance = many._submit(begin, full, [7, 8, 9], JobClass.ADVANCE, 7)
+    append = many.append(full, tiny_engine.random_ids(4, 8), exclusive=True)
+    while not append.is_over and not answer.is_over:
+        many.step()
+    assert append.state is advance.state is State.DONE and not answer.is_over
+    many.finish()
+
+
 def test_questions_on_one_session_read_its_context_once(engine):
     many = Many(engine)
     [context], [session] = _sessions(engine, 1)
