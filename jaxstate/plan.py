@@ -105,7 +105,8 @@ class Limits:
     """What one step may hold.
 
     Attributes:
-      tokens: most tokens of a step; what an urgent question may have to wait for.
+      tokens: most tokens of a step; what an urgent question may have to wait for. A job that
+        cannot run in so few (choices of many tokens) has a longer step of its own.
       rows: most rows of output.
       age_s: see AGE_S.
     """
@@ -228,26 +229,26 @@ def plan(jobs: Sequence[Job], limits: Limits, free_pages: int, now: float) -> St
     )
     half, rows_kept = step.tokens // 2, step.rows // 2
     if first:
-        most = max(half, first.least) if is_bounded(first) else step.tokens
+        most = max(half, first.least) if is_bounded(first) else None
         taken = step.take(first, most=most, keep_pages=True)
         half -= taken if is_bounded(first) else 0
     for job in overdue:
         if job is first:
             continue
         if not is_bounded(job):
-            step.take(job, most=step.tokens, keep_pages=True)
+            step.take(job, keep_pages=True)
         elif not job.outputs or step.rows > rows_kept:
             half -= step.take(job, most=half, keep_pages=True)
     for job in foreground:
         if job.job_class is not JobClass.QUERY and asking & {one.job_id for one in step.pieces}:
             break
-        step.take(job, most=step.tokens, keep_pages=False)
+        step.take(job, keep_pages=False)
     idle = not step.pieces and all(job.job_class.is_background for job in decodes)
     if idle:
         for job in fresh[len(foreground) :]:
             # Without a row its last token would wait for another idle step, and cost one.
             if not (decodes or step.pieces) or job.outputs <= step.rows:
-                step.take(job, most=step.tokens, keep_pages=False)
+                step.take(job, keep_pages=False)
     return StepPlan(
         decodes=tuple(sorted(job.job_id for job in decodes)),
         gave_way=tuple(sorted(job.job_id for job in gave_way)),
@@ -327,7 +328,8 @@ def _stay_beside(job: Job, decodes: Sequence[Job], limits: Limits, bounded: bool
     has_row = not (bounded and job.outputs) or rows > 0
     if job.least <= tokens // 2 and _rows_needed(job) <= rows and has_row:
         return None
-    stay = min(limits.rows - _rows_needed(job), limits.tokens - job.least, len(decodes))
+    tokens = max(limits.tokens - job.least, 0)  # with more at once it runs alone
+    stay = min(limits.rows - _rows_needed(job), tokens, len(decodes))
     return stay if stay >= sum(one.gave_way for one in decodes) else None
 
 
@@ -353,11 +355,11 @@ class _Step:
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     short: list[int] = dataclasses.field(default_factory=list)
 
-    def take(self, job: Job, *, most: int, keep_pages: bool) -> int:
+    def take(self, job: Job, *, most: int | None = None, keep_pages: bool) -> int:
         """Take what fits of a job and return its tokens.
 
         Args:
-          most: tokens it may have.
+          most: tokens it may have; None = all that are left, and of an empty step its least.
           keep_pages: leave no pages to those behind it if there are too few for it.
         """
         if job.pages > self.pages:
@@ -365,7 +367,9 @@ class _Step:
             if keep_pages:
                 self.pages = 0
             return 0
-        tokens = min(job.tokens, most, self.tokens)
+        is_empty = self.tokens == self.limits.tokens
+        left = max(self.tokens, job.least) if is_empty else self.tokens
+        tokens = min(job.tokens, left if most is None else min(most, left))
         last = tokens == job.tokens
         if last and job.outputs > self.rows:
             # All but its last token may run; the rest finds rows in a later step.

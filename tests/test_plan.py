@@ -32,6 +32,7 @@ jobs_lists = st.lists(
         job_class=st.sampled_from(JobClass),
         session=st.sampled_from("abc"),
         tokens=st.sampled_from([1, 2, 7, 30, 100]),
+        at_once=st.integers(0, 3).map(lambda n: n == 0),
         started=st.booleans(),
         decodes=st.integers(0, 3).map(lambda n: n == 0),
         gave_way=st.booleans(),
@@ -52,6 +53,8 @@ def _jobs(drawn):
         fields = dict(fields)
         if fields["decodes"]:
             fields |= dict(tokens=1, outputs=1, started=True, job_class=JobClass.QUERY)
+        if fields.pop("at_once"):
+            fields["least"] = fields["tokens"]
         if fields["started"]:
             fields["pages"] = 0
         fields["after"] = frozenset(other for other in fields["after"] if other < job_id)
@@ -66,7 +69,7 @@ def test_any_plan_keeps_to_its_limits_and_to_the_jobs(drawn, rows, tokens, free,
     limits = Limits(tokens=tokens, rows=rows)
     step = plan(jobs, limits, free, now=10.0)
     by_id = {job.job_id: job for job in jobs}
-    assert step.tokens <= tokens
+    assert step.tokens <= tokens or [by_id[p.job_id].least for p in step.pieces] == [step.tokens]
     finished = [by_id[piece.job_id] for piece in step.pieces if piece.last]
     assert len(step.decodes) + sum(job.outputs for job in finished) <= rows or not finished
     assert len(step.decodes) <= rows
@@ -77,7 +80,8 @@ def test_any_plan_keeps_to_its_limits_and_to_the_jobs(drawn, rows, tokens, free,
     assert step.pieces or not step.gave_way
     for piece in step.pieces:
         job = by_id[piece.job_id]
-        assert 1 <= piece.tokens <= job.tokens and piece.last == (piece.tokens == job.tokens)
+        assert job.least <= piece.tokens <= job.tokens
+        assert piece.last == (piece.tokens == job.tokens)
         assert not job.after & set(by_id) - set(step.expired)
         assert job.started or job.deadline > 10.0
     assert set(step.expired) == {
@@ -285,6 +289,19 @@ def test_overdue_choices_have_all_their_rows_in_a_step_and_answers_the_next_one(
     small = _job(9, tokens=3, least=3, outputs=3, started=True, arrived=2.0)
     step = plan([*_answers(7), small], limits, 0, now=3.0)
     assert (len(step.decodes), step.gave_way, _pieces(step)) == (5, (5, 6), {9: 3})
+
+
+def test_what_takes_more_tokens_at_once_than_a_step_holds_has_a_step_of_its_own():
+    limits = Limits(tokens=4, rows=4)
+    for job_class in JobClass:
+        whole = _job(9, job_class, tokens=6, least=6, outputs=3, arrived=2.99)
+        step = plan([whole], limits, 0, now=3.0)
+        assert step.pieces == (Piece(job_id=9, tokens=6, last=True),)
+        assert plan([*_answers(2), whole], limits, 0, now=3.0).decodes == (0, 1)
+        overdue = dataclasses.replace(whole, arrived=-300.0)
+        question = _job(8, arrived=2.99)
+        step = plan([*_answers(2), question, overdue], limits, 0, now=3.0)
+        assert (step.decodes, step.gave_way, _pieces(step)) == ((), (0, 1), {9: 6})
 
 
 @pytest.mark.parametrize("job_class", JobClass)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import tiny_engine
 import tiny_service
@@ -312,6 +313,21 @@ def test_choices_are_registered_like_other_questions(service):
     alone = tiny_engine.dense_logprobs([*context, 4, 5])[-1]
     assert answer.source is Source.FLASH
     assert answer.choice == (1 if alone[3] > alone[1] else answer.choice)
+
+
+def test_choices_of_more_tokens_than_a_step_may_hold_are_scored_beside_an_answer():
+    with tiny_service.started(step_tokens=4) as service:
+        session = service.create(tiny_engine.random_ids(1, 20))
+        asked = service.query(session, _question(2, count=60))
+        choices = ((1, 2, 3, 4, 5, 6), (9, 8, 7, 6, 5, 4))
+        answer = service.query(session, Question(token_ids=(7, 8), choices=choices)).result(WAIT_S)
+        context = [*tiny_engine.random_ids(1, 20), 7, 8]
+        scores = []
+        for choice in choices:
+            logprobs = tiny_engine.dense_logprobs([*context, *choice])[len(context) - 1 :]
+            scores.append(sum(row[token] for row, token in zip(logprobs, choice, strict=False)))
+        assert answer.choice == int(np.argmax(scores))
+        assert len(asked.result(WAIT_S).token_ids) == 60
 
 
 def test_a_question_that_cannot_be_answered_does_not_keep_the_service_busy(service):
