@@ -389,8 +389,10 @@ class Scheduler:
         except Exception as error:
             if isinstance(error, CapacityError) and len(chosen) > 1:
                 # Together they see more stretches than a step's table holds: nothing has run.
-                for one in chosen:
-                    self._run([one], now, clock)
+                for running, need, count in chosen:
+                    # A pool lost on the way has ended the others, or put them back.
+                    if running.need is need and running.ticket.job_id in self._running:
+                        self._run([(running, need, count)], now, clock)
                 return
             for running, _, _ in chosen:
                 self._fail(running, error, now)

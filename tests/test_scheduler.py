@@ -9,7 +9,7 @@ import pytest
 import tiny_engine
 
 from jaxstate.engine import Engine
-from jaxstate.errors import CapacityError, InputError
+from jaxstate.errors import CapacityError, InputError, PoolLostError
 from jaxstate.needs import group_rows
 from jaxstate.pages import Stretch
 from jaxstate.plan import JobClass, Limits
@@ -254,6 +254,38 @@ def test_a_failed_step_costs_only_what_ran_in_it(engine, monkeypatch):
     assert engine.cells_held == held
     question = tiny_engine.random_ids(0, 20)
     assert list(later.result.token_ids) == tiny_engine.greedy(contexts[2] + question, 4)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_pool_lost_while_verbs_run_one_by_one_costs_what_had_begun_to_answer(
+    engine, monkeypatch, begun
+):
+    many = Many(engine)
+    contexts, sessions = _sessions(engine, 3)
+    first, second, third = (many.query(session, [1, 2], 6) for session in sessions)
+    if begun:
+        many.step()
+        many.step()
+    run = engine.executor.run
+    failures = [CapacityError("together they read too much"), PoolLostError("the device is gone")]
+
+    def run_but_twice(groups):
+        if not failures:
+            return run(groups)
+        if len(failures) == 1:
+            engine.executor._pool = engine.executor._new_pool()
+            engine.executor.on_pool_lost()
+        raise failures.pop(0)
+
+    monkeypatch.setattr(engine.executor, "run", run_but_twice)
+    many.finish()
+    assert first.state is State.FAILED
+    for ticket, context in zip((second, third), contexts[1:], strict=True):
+        if begun:
+            assert isinstance(ticket.error, PoolLostError)
+        else:
+            assert list(ticket.result.token_ids) == tiny_engine.greedy([*context, 1, 2], 6)
+    assert not many.scheduler.waiting.total()
 
 
 def test_a_verb_that_raises_fails_alone(engine):
