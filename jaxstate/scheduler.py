@@ -420,8 +420,9 @@ class Scheduler:
             running.steps.close()
             running.steps = running.need = None
             running.job = dataclasses.replace(
-                running.queued, job_class=running.job.job_class, arrived=running.job.arrived
-            )
+                running.queued, job_class=running.job.job_class, arrived=running.job.arrived,
+                deadline=running.ticket.deadline,
+            )  # fmt: skip
             running.ticket.state, running.ticket.started = State.WAITING, None
 
     def _next(self, running: _Running, ran: Ran | None, now: float) -> None:

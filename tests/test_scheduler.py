@@ -288,6 +288,30 @@ def test_a_pool_lost_while_verbs_run_one_by_one_costs_what_had_begun_to_answer(
     assert not many.scheduler.waiting.total()
 
 
+def test_what_begins_anew_keeps_the_deadline_it_was_given_later(engine, monkeypatch):
+    many = Many(engine)
+    contexts, sessions = _sessions(engine, 2)
+    new = tiny_engine.random_ids(7, 40)
+    append = many.append(sessions[0], new, deadline=0.1)
+    many.scheduler.extend(append, 100.0)
+    many.step()
+    fatal = many.query(sessions[1], [1, 2])  # whose step holds no append
+    many.now = 0.2
+    run = engine.executor.run
+
+    def run_but_once(groups):
+        monkeypatch.setattr(engine.executor, "run", run)
+        engine.executor._pool = engine.executor._new_pool()
+        engine.executor.on_pool_lost()
+        raise PoolLostError("the device is gone")
+
+    monkeypatch.setattr(engine.executor, "run", run_but_once)
+    many.finish()
+    assert fatal.state is State.FAILED
+    assert append.state is State.DONE
+    assert list(engine.session(sessions[0]).token_ids) == [*contexts[0], *new]
+
+
 def test_a_verb_that_raises_fails_alone(engine):
     many = Many(engine)
     [context], [session] = _sessions(engine, 1)
