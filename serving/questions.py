@@ -124,9 +124,9 @@ class Questions:
         query = query and session.board.find(question)  # it may be gone, or another, by now
         if query is None:
             checks.token_ids(question.token_ids, self._verbs.model, "question")
+            self._submit(pending, session_id, question, JobClass.QUERY, **how)  # may refuse it
             with self._commands.changed:  # callers look whether there is something to be paid
                 session.prepositions.receive(question.token_ids)
-            self._submit(pending, session_id, question, JobClass.QUERY, **how)
         elif risk is not None:
             gate = functools.partial(_first_token, query, risk)
             self.evaluate(pending, session_id, query, asked=1, gate=gate, **how)

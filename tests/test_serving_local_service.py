@@ -21,12 +21,14 @@ from jaxstate.errors import (
     ExpiredError,
     InputError,
     PoolFullError,
+    QuotaError,
     SessionError,
 )
 from jaxstate.flash import Question
 from jaxstate.plan import JobClass
 from jaxstate.serving.after_steps import UNASKED
 from jaxstate.serving.local_service import LocalService
+from jaxstate.serving.quotas import Quota
 
 WAIT_S = 60
 
@@ -350,6 +352,23 @@ def test_wrong_verbs_raise_where_they_are_called_or_waited_for(service):
         service.append(session, [10**6]).result(WAIT_S)
     with pytest.raises(ExpiredError, match="nothing was run"):
         service.query(session, _question(1), deadline_s=-1.0).result(WAIT_S)
+
+
+def test_a_question_that_is_refused_is_not_paid_ahead_of():
+    def quota_of(tenant):
+        return Quota(max_cells=10 if tenant == "ann" else None)
+
+    with tiny_service.started(quota_of=quota_of) as service:
+        for tenant, refusal in (("ann", QuotaError), ("bob", CapacityError)):
+            session = service.create([1, 2, 3], tenant=tenant)
+            entries = service._sessions[session].prepositions.entries
+            for _ in range(2):
+                with pytest.raises(refusal):
+                    service.query(session, _question(1, 1000))
+            assert entries() == []
+            for _ in range(2):
+                service.query(session, _question(1, 1)).result(WAIT_S)
+            assert [entry.token_ids for entry in entries()] == [_question(1).token_ids]
 
 
 def test_cancelled_questions_end_and_give_their_cells_back(service):
