@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 
 import numpy as np
 
@@ -40,6 +40,19 @@ def token_ids(given: Sequence[int] | np.ndarray, model: ModelConfig, what: str) 
             "encode the text with this model's tokenizer"
         )
     return ids.astype(np.int32)
+
+
+def length(given: Sized, model: ModelConfig, what: str) -> None:
+    """Refuse, before anybody looks at the tokens, more of them than any context can hold.
+
+    Raises:
+      CapacityError: says how many there may be.
+    """
+    if len(given) > model.max_positions:
+        raise CapacityError(
+            f"{what}: expected at most {model.max_positions} tokens, the model's positions, got "
+            f"{len(given)}; shorten it"
+        )
 
 
 def positions(model: ModelConfig, context_len: int, count: int, max_new_tokens: int) -> None:

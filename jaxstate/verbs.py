@@ -33,6 +33,7 @@ from jaxstate.errors import (
     UnknownSessionError,
 )
 from jaxstate.executor import Executor
+from jaxstate.flash import Question
 from jaxstate.generation import Request, RequestOptions
 from jaxstate.models.config import ModelConfig
 from jaxstate.models.tokenizer import Tokenizer
@@ -329,6 +330,16 @@ class Verbs:
         ids = checks.token_ids(prompt, self.model, "prompt")
         request = self._request(ids, 0, max_new_tokens, **options)
         return self._asking.generate(ids, request, tenant)
+
+    def check_length(self, question: Question) -> None:
+        """Refuse a question by its length alone, which costs nothing; from any thread.
+
+        Raises:
+          CapacityError: it, or one of its choices, is longer than the model's positions.
+        """
+        checks.length(question.token_ids, self.model, "question")
+        for choice in question.choices:
+            checks.length(choice, self.model, "choices")
 
     def check_entry(self, session_id: str, token_ids: Sequence[int]) -> None:
         """Refuse an entry that `advance` would refuse whatever the session becomes.

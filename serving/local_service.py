@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
-from jaxstate import drift, session_snapshot
+from jaxstate import checks, drift, session_snapshot
 from jaxstate.config import EngineConfig
 from jaxstate.constraint import Constraint
 from jaxstate.engine import Engine
@@ -181,6 +181,7 @@ class LocalService:
         Args:
           opener: see take_back.
         """
+        checks.length(frozen, self.model, "frozen")
         begin = functools.partial(
             self._lifecycle.create, frozen, session_id, when_full, tenant, opener
         )
@@ -342,6 +343,7 @@ class LocalService:
           behind: an earlier append of the session, if that has to be done for this to be run.
           how: deadline_s.
         """
+        checks.length(token_ids, self.model, "append")
         return self._pending(
             JobClass.APPEND,
             lambda pending: self._writes.append(
@@ -358,6 +360,7 @@ class LocalService:
         **how: Any,
     ) -> Pending:
         """See Engine.update; its result is the new version. `number`, `how`: as of append."""
+        checks.length(token_ids, self.model, "update")
         return self._pending(
             JobClass.APPEND,
             lambda pending: self._writes.update(pending, session_id, token_ids, number, **how),
@@ -402,12 +405,14 @@ class LocalService:
         Raises:
           InputError: a risk that no gate can keep, choices with stop, top_logprobs or commit, or a
             constraint that cannot be kept.
+          CapacityError: it is longer than the model's positions.
           ConflictError: commit, and another such turn of the session is under way.
         """
         if commit or stop or top_logprobs is not None:
             begin = self._questions.apart(
                 question, commit=commit, stop=stop, top_logprobs=top_logprobs
             )
+            self._engine.verbs.check_length(question)
             self._compile(question.constraint)
             submit = self._writes.turn if commit else self._submissions.submit
             cells = len(question.token_ids) + question.max_new_tokens
@@ -429,6 +434,7 @@ class LocalService:
                 took = self._clock() - asked
                 self.metrics.note_answer(answer, took, took)
                 return Pending(self._changed, None, answer)
+        self._engine.verbs.check_length(question)
         self._compile(question.constraint)
         return self._pending(
             JobClass.QUERY,
@@ -448,6 +454,7 @@ class LocalService:
 
         Of prompts with the same beginning that are under way together, one computes it.
         """
+        checks.length(prompt, self.model, "prompt")
         self._compile(options.get("constraint"))
 
         def submit(pending: Pending) -> None:
@@ -471,8 +478,9 @@ class LocalService:
         answered by what was decoded ahead.
 
         Raises:
-          CapacityError: the session has max_headers others.
+          CapacityError: the session has max_headers others, or it is longer than any context.
         """
+        checks.length(header.token_ids, self.model, "header")
 
         def declare() -> None:
             self._engine.verbs.check_entry(session_id, header.token_ids)
@@ -484,6 +492,7 @@ class LocalService:
 
     def advance(self, session_id: str, entry: Entry, **how: Any) -> Pending:
         """See Engine.advance; once, in idle time. `how`: deadline_s."""
+        checks.length(entry.token_ids, self.model, "entry")
         return self._pending(
             JobClass.ADVANCE,
             lambda pending: self._questions.advance(pending, session_id, entry, **how),
@@ -499,8 +508,9 @@ class LocalService:
         Args:
           risk: of queries that do not say one, see query; None = they get full answers.
         Raises:
-          CapacityError: the session has max_registered others.
+          CapacityError: the session has max_registered others, or it is longer than any context.
         """
+        self._engine.verbs.check_length(question)
         if risk is not None:
             drift.check_risk(risk)
         self._compile(question.constraint)

@@ -26,6 +26,7 @@ from jaxstate.errors import (
 )
 from jaxstate.flash import Question
 from jaxstate.plan import JobClass
+from jaxstate.prepositioning import Entry
 from jaxstate.serving.after_steps import UNASKED
 from jaxstate.serving.local_service import LocalService
 from jaxstate.serving.quotas import Quota
@@ -352,6 +353,45 @@ def test_wrong_verbs_raise_where_they_are_called_or_waited_for(service):
         service.append(session, [10**6]).result(WAIT_S)
     with pytest.raises(ExpiredError, match="nothing was run"):
         service.query(session, _question(1), deadline_s=-1.0).result(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    "what, begin",
+    [
+        ("frozen", lambda service, name, ids: service.create(ids)),
+        ("append", lambda service, name, ids: service.append(name, ids)),
+        ("update", lambda service, name, ids: service.update(name, ids)),
+        ("question", lambda service, name, ids: service.query(name, Question(token_ids=ids))),
+        (
+            "question",
+            lambda service, name, ids: service.query(name, Question(token_ids=ids), commit=True),
+        ),
+        (
+            "choices",
+            lambda service, name, ids: service.query(
+                name, Question(token_ids=(1,), choices=((2,), ids))
+            ),
+        ),
+        ("prompt", lambda service, name, ids: service.generate(ids, max_new_tokens=1)),
+        ("question", lambda service, name, ids: service.register(name, Question(token_ids=ids))),
+        ("entry", lambda service, name, ids: service.advance(name, Entry(token_ids=ids))),
+        ("header", lambda service, name, ids: service.declare(name, Entry(token_ids=ids))),
+    ],
+    ids=["prefix", "append", "update", "question", "turn", "choice", "prompt", "registered",
+         "entry", "header"],
+)  # fmt: skip
+def test_more_than_any_context_holds_is_refused_before_the_worker_has_it(
+    service, monkeypatch, what, begin
+):
+    session = service.create([1, 2, 3])
+
+    def call(function):
+        raise AssertionError("the worker was asked")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(service._commands, "call", call)
+        with pytest.raises(CapacityError, match=f"{what}: expected at most 128 tokens, .* got 129"):
+            begin(service, session, (1,) * 129)
 
 
 def test_a_question_that_is_refused_is_not_paid_ahead_of():
