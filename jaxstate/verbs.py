@@ -21,7 +21,7 @@ from jaxstate import session as session_module
 from jaxstate.answer import Evidence
 from jaxstate.asking import Asking
 from jaxstate.cell_copy import Cells
-from jaxstate.choices import ChoiceTree
+from jaxstate.choices import ChoiceTree, tree_parts
 from jaxstate.config import EngineConfig
 from jaxstate.constraint import Constraint
 from jaxstate.contexts import Contexts
@@ -40,6 +40,7 @@ from jaxstate.models.tokenizer import Tokenizer
 from jaxstate.needs import Steps, TokenSteps
 from jaxstate.pages import Pages
 from jaxstate.prefixes import Prefixes
+from jaxstate.prepositioning import Entry
 from jaxstate.revival import Revival
 from jaxstate.session import Session, WhenFull
 from jaxstate.tiers import Tiers
@@ -254,10 +255,7 @@ class Verbs:
         """See Engine.advance."""
         session = self.session(session_id)
         ids = checks.token_ids(entry, self.model, "entry")
-        checks.count(max_new_tokens, "max_new_tokens", least=0)
-        checks.vocabulary(self.model, eos_ids, "eos_ids")
-        checks.vocabulary(self.model, slot_ids, "slot_ids")
-        checks.positions(self.model, session.context_len, len(ids), max_new_tokens)
+        self._check_ahead(session.context_len, len(ids), max_new_tokens, eos_ids, slot_ids)
         with session_module.using(session):
             yield from self.revival.resident(session, len(ids) + max_new_tokens)
             steps = self._asking.advance(session, ids, max_new_tokens, min_gap, eos_ids, slot_ids)
@@ -308,12 +306,7 @@ class Verbs:
         """
         session = self.session(session_id)
         ids = checks.token_ids(question, self.model, "question")
-        checked = [
-            tuple(checks.token_ids(choice, self.model, "choices").tolist()) for choice in choices
-        ]
-        tree = ChoiceTree(checked)
-        longest = max(len(choice) for choice in checked)
-        checks.positions(self.model, session.context_len, len(ids), longest)
+        checked, tree = self._choices(choices, session.context_len, len(ids))
         with session_module.using(session):
             yield from self.revival.resident(session, len(ids))
             return (yield from self._asking.choose(session, ids, checked, tree, gate, keep))
@@ -341,14 +334,36 @@ class Verbs:
         for choice in question.choices:
             checks.length(choice, self.model, "choices")
 
-    def check_entry(self, session_id: str, token_ids: Sequence[int]) -> None:
-        """Refuse an entry that `advance` would refuse whatever the session becomes.
+    def check_question(self, question: Question) -> None:
+        """Refuse a question that no session can ever answer; from any thread.
+
+        Its constraint is not looked at, see compile.
 
         Raises:
-          InputError: no tokens, or an id out of range.
+          InputError: no tokens, ids out of range, nothing to answer with, or choices that are none.
+          CapacityError: it is too long even behind an empty context.
         """
-        self.session(session_id)
-        checks.token_ids(token_ids, self.model, "header")
+        self.check_length(question)
+        ids = checks.token_ids(question.token_ids, self.model, "question")
+        if question.choices:
+            _, tree = self._choices(question.choices, 0, len(ids))
+            largest = self.config.step_shapes[-1]
+            tree_parts(tree, largest.num_rows - 1, largest.num_tokens - 1)  # as Tail.split_tree
+            return
+        self._request(
+            ids, 0, question.max_new_tokens, sampling=question.sampling, eos_ids=question.eos_ids
+        )
+
+    def check_entry(self, entry: Entry) -> None:
+        """Refuse an entry that no session can ever pay for; from any thread.
+
+        Raises:
+          InputError: no tokens, or ids out of range.
+          CapacityError: it is too long even behind an empty context.
+        """
+        checks.length(entry.token_ids, self.model, "header")
+        ids = checks.token_ids(entry.token_ids, self.model, "header")
+        self._check_ahead(0, len(ids), entry.max_new_tokens, entry.eos_ids, entry.slot_ids)
 
     def compile(self, constraint: Constraint) -> None:
         """Have a constraint compiled for whoever asks with it next; from any thread.
@@ -383,6 +398,32 @@ class Verbs:
                 f"session {session.session_id} was closed or replaced while it was changed; ask "
                 "again"
             )
+
+    def _choices(
+        self, choices: Sequence[Sequence[int]], context_len: int, count: int
+    ) -> tuple[list[tuple[int, ...]], ChoiceTree]:
+        """Check choices behind a context and `count` more tokens."""
+        checked = [
+            tuple(checks.token_ids(choice, self.model, "choices").tolist()) for choice in choices
+        ]
+        tree = ChoiceTree(checked)
+        longest = max(len(choice) for choice in checked)
+        checks.positions(self.model, context_len, count, longest)
+        return checked, tree
+
+    def _check_ahead(
+        self,
+        context_len: int,
+        count: int,
+        max_new_tokens: int,
+        eos_ids: Sequence[int],
+        slot_ids: Sequence[int],
+    ) -> None:
+        """Check how far to decode behind an entry of `count` tokens, and where to stop."""
+        checks.count(max_new_tokens, "max_new_tokens", least=0)
+        checks.vocabulary(self.model, eos_ids, "eos_ids")
+        checks.vocabulary(self.model, slot_ids, "slot_ids")
+        checks.positions(self.model, context_len, count, max_new_tokens)
 
     def _request(
         self,

@@ -478,12 +478,13 @@ class LocalService:
         answered by what was decoded ahead.
 
         Raises:
-          CapacityError: the session has max_headers others, or it is longer than any context.
+          InputError: no session can ever pay for it, see Verbs.check_entry.
+          CapacityError: likewise, or the session has max_headers others.
         """
-        checks.length(header.token_ids, self.model, "header")
+        self._engine.verbs.check_entry(header)
 
         def declare() -> None:
-            self._engine.verbs.check_entry(session_id, header.token_ids)
+            self._engine.session(session_id)
             with self._changed:  # callers look at all that is declared
                 self._sessions[session_id].declare(header, self._max_headers)
             self._durable.declared(session_id, header)
@@ -508,9 +509,11 @@ class LocalService:
         Args:
           risk: of queries that do not say one, see query; None = they get full answers.
         Raises:
-          CapacityError: the session has max_registered others, or it is longer than any context.
+          InputError: no session can ever answer it, see Verbs.check_question, or its constraint
+            cannot be kept, or no gate the risk.
+          CapacityError: likewise, or the session has max_registered others.
         """
-        self._engine.verbs.check_length(question)
+        self._engine.verbs.check_question(question)
         if risk is not None:
             drift.check_risk(risk)
         self._compile(question.constraint)

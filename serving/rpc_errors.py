@@ -61,6 +61,8 @@ _FIELDS: Mapping[str, str] = {
     "logit_bias and eos_ids": "question.sampling.logit_bias",
     "entry": "header.prompt",
     "header": "header.prompt",
+    "eos_ids": "header.eos_ids",
+    "slot_ids": "header.slot_ids",
     **{
         name: f"question.sampling.{name}"
         for name in ("temperature", "top_k", "top_p", "min_p", "seed", "logit_bias")

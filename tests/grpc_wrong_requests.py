@@ -153,6 +153,70 @@ REQUESTS = {
         WRONG,
         "risk",
     ),
+    "nothing to register": (
+        "Register",
+        pb.RegisterRequest(session_id="s", question=pb.Question(max_new_tokens=1)),
+        WRONG,
+        "question.prompt",
+    ),
+    "no new tokens to register": (
+        "Register",
+        pb.RegisterRequest(session_id="s", question=question(0)),
+        WRONG,
+        "question.max_new_tokens",
+    ),
+    "foreign end token to register": (
+        "Register",
+        pb.RegisterRequest(session_id="s", question=question(eos_ids=[99999])),
+        WRONG,
+        "question.sampling.logit_bias",
+    ),
+    "empty choice to register": (
+        "Register",
+        pb.RegisterRequest(session_id="s", question=question(choices=[tokens([])])),
+        WRONG,
+        "question.choices",
+    ),
+    "too many new tokens to register": (
+        "Register",
+        pb.RegisterRequest(session_id="s", question=question(2**32 - 1)),
+        StatusCode.FAILED_PRECONDITION,
+        None,
+    ),
+    "endless question to register": (
+        "Register",
+        pb.RegisterRequest(
+            session_id="s", question=pb.Question(prompt=tokens([7] * 200_000), max_new_tokens=1)
+        ),
+        StatusCode.FAILED_PRECONDITION,
+        None,
+    ),
+    "header without tokens": (
+        "Declare",
+        pb.DeclareRequest(session_id="s"),
+        WRONG,
+        "header.prompt",
+    ),
+    "foreign end token of a header": (
+        "Declare",
+        pb.DeclareRequest(session_id="s", header=pb.Header(prompt=tokens([1]), eos_ids=[99999])),
+        WRONG,
+        "header.eos_ids",
+    ),
+    "foreign slot of a header": (
+        "Advance",
+        pb.AdvanceRequest(session_id="s", header=pb.Header(prompt=tokens([1]), slot_ids=[99999])),
+        WRONG,
+        "header.slot_ids",
+    ),
+    "endless header": (
+        "Declare",
+        pb.DeclareRequest(
+            session_id="s", header=pb.Header(prompt=tokens([1]), max_new_tokens=2**32 - 1)
+        ),
+        StatusCode.FAILED_PRECONDITION,
+        None,
+    ),
     "choices without a session": (
         "Generate",
         pb.GenerateRequest(question=question(choices=[tokens([1])])),

@@ -108,11 +108,30 @@ def test_questions_that_come_again_are_paid_for_before_they_come(service):
 
 def test_an_entry_that_does_not_fit_is_left_and_the_service_stays_idle(service):
     session = service.create(CONTEXT)
-    service.declare(session, Entry(token_ids=_ids(8), max_new_tokens=10_000))
+    service.declare(session, Entry(token_ids=_ids(8), max_new_tokens=120))
     service.wait_until_idle(WAIT_S)
     assert _ask(service, session, Question(token_ids=_ids(8), max_new_tokens=1)).token_ids
-    with pytest.raises(InputError, match="header"):
-        service.declare(session, Entry(token_ids=(-1,)))
+
+
+@pytest.mark.parametrize(
+    "error, pattern, how",
+    [
+        (InputError, "header: expected token ids", dict(token_ids=(-1,))),
+        (InputError, "header: expected at least one", dict(token_ids=())),
+        (InputError, "max_new_tokens: expected at least 0", dict(max_new_tokens=-1)),
+        (InputError, "eos_ids: expected ids in 0 … 96, got 97", dict(eos_ids=(97,))),
+        (InputError, "slot_ids: expected ids in 0 … 96, got 97", dict(slot_ids=(97,))),
+        (CapacityError, "exceed the model's 128 positions", dict(max_new_tokens=127)),
+    ],
+)
+def test_what_no_session_can_pay_for_is_not_declared(service, error, pattern, how):
+    session = service.create()
+    entry = Entry(**(dict(token_ids=(1, 2)) | how))
+    with pytest.raises(error, match=pattern):
+        service.declare(session, entry)
+    assert service._sessions[session].prepositions.declared == []
+    with pytest.raises(error):  # as if it were paid for now
+        service.advance(session, entry).result(WAIT_S)
 
 
 def test_a_gate_answers_from_an_older_version_only_at_a_risk_it_has_measured(service, monkeypatch):

@@ -27,6 +27,7 @@ from jaxstate.errors import (
 from jaxstate.flash import Question
 from jaxstate.plan import JobClass
 from jaxstate.prepositioning import Entry
+from jaxstate.sampling import Sampling
 from jaxstate.serving.after_steps import UNASKED
 from jaxstate.serving.local_service import LocalService
 from jaxstate.serving.quotas import Quota
@@ -335,14 +336,42 @@ def test_choices_of_more_tokens_than_a_step_may_hold_are_scored_beside_an_answer
 
 def test_a_question_that_cannot_be_answered_does_not_keep_the_service_busy(service):
     session = service.create(tiny_engine.random_ids(1, 20))
-    for count, why in ((120, "exceed the model's 128 positions"), (1000, "at most the pool's")):
-        flash = service.register(session, _question(3, count=count))
-        service.wait_until_idle(WAIT_S)
-        assert why in str(flash.error)
-        assert flash.answer is None
-        service.unregister(session, flash.flash_id)
+    flash = service.register(session, _question(3, count=120))
+    service.wait_until_idle(WAIT_S)
+    assert "exceed the model's 128 positions" in str(flash.error)
+    assert flash.answer is None
+    service.unregister(session, flash.flash_id)
     with pytest.raises(InputError, match=r"flash_id: expected one of the registered \(none\)"):
         service.unregister(session, flash.flash_id)
+
+
+@pytest.mark.parametrize(
+    "error, pattern, how",
+    [
+        (InputError, "question: expected at least one token", dict(token_ids=())),
+        (InputError, "question: expected token ids in 0 … 96, got 97", dict(token_ids=(1, 97))),
+        (InputError, "max_new_tokens: expected at least 1, got 0", dict(max_new_tokens=0)),
+        (InputError, "logit_bias and eos_ids: .* got 97", dict(eos_ids=(97,))),
+        (InputError, "eos_ids: .* got 97", dict(sampling=Sampling(logit_bias={97: 1.0}))),
+        (InputError, "choices: expected token ids in 0 … 96", dict(choices=((1,), (97,)))),
+        (InputError, "choices: expected at least one token id", dict(choices=((1,), ()))),
+        (InputError, "choices.1.: expected different", dict(choices=((1,), (1,)))),
+        (InputError, "choices: expected at most 15 tokens each", dict(choices=((1,) * 17,))),
+        (CapacityError, "exceed the model's 128 positions", dict(max_new_tokens=127)),
+        (
+            CapacityError,
+            "exceed the model's 128 positions",
+            dict(token_ids=(1,) * 127, choices=((1, 2),)),
+        ),
+    ],
+)
+def test_what_no_session_can_answer_is_not_registered(service, error, pattern, how):
+    session = service.create()
+    with pytest.raises(error, match=pattern):
+        service.register(session, Question(**(dict(token_ids=(1, 2)) | how)))
+    assert service.flash_queries(session) == []
+    with pytest.raises(error):  # as if it were asked
+        service.query(session, Question(**(dict(token_ids=(1, 2)) | how))).result(WAIT_S)
 
 
 def test_wrong_verbs_raise_where_they_are_called_or_waited_for(service):
