@@ -19,7 +19,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxstate.answer import Token
-from jaxstate.errors import ClosedError, InputError, JaxStateError
+from jaxstate.errors import CancelledError, ClosedError, InputError, JaxStateError
 from jaxstate.serving import client_errors, client_rows, client_types, client_verbs
 from jaxstate.serving import jaxstate_pb2 as pb
 from jaxstate.serving.client_channel import MAX_MESSAGE_BYTES, SERVICE, Target, Tls
@@ -43,6 +43,12 @@ class AsyncAnswerStream(AnswerUnderWay):
                     yield token
         except grpc.RpcError as failed:
             raise client_errors.error_of(failed) from failed
+        except asyncio.CancelledError:
+            # gRPC raises this of a cancelled call too, and only a cancelled task may end by it.
+            task = asyncio.current_task()
+            if not self._call.cancelled() or (task is not None and task.cancelling()):
+                raise
+            raise CancelledError(await self._call.details()) from None
         finally:
             self._call.cancel()
 

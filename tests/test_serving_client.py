@@ -690,6 +690,44 @@ def test_the_asynchronous_client_has_the_same_verbs(running, dense):
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
 
+def test_a_stream_that_is_cancelled_tells_its_reader_and_a_cancelled_reader_ends(
+    running, session, monkeypatch
+):
+    scheduler = running.service._scheduler
+    monkeypatch.setattr(scheduler, "step", scheduler.step)  # to be put back
+    grpc_service.slow_down(running.service)
+    how = dict(max_new_tokens=80, ignore_model_eos=True)
+    stream = session.query("?", **how)
+    next(iter(stream))
+    stream.cancel()
+    with pytest.raises(errors.CancelledError) as blocking:
+        stream.result()
+
+    async def run():
+        async with AsyncClient(f"127.0.0.1:{running.port}") as client:
+            stream = client.session(session.session_id).query("?", **how)
+            reading = asyncio.create_task(stream.result())
+            await asyncio.sleep(0.05)
+            stream.cancel()
+            with pytest.raises(errors.CancelledError) as caught:
+                await reading
+            assert str(caught.value) == str(blocking.value)
+            with pytest.raises(errors.CancelledError):
+                await stream.result()
+            other = client.session(session.session_id).query("?", **how)
+            reading = asyncio.create_task(other.result())
+            await asyncio.sleep(0.05)
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            assert reading.cancelled()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await client.session(session.session_id).query("?", **how).result()
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
 def test_asynchronous_calls_are_tried_again_as_well(running):
     async def run(proxy):
         async with AsyncClient(f"127.0.0.1:{proxy.port}") as client:
