@@ -19,7 +19,7 @@ import jax
 import typer
 from rich.console import Console
 
-from jaxstate.errors import CapacityError, InputError, JaxStateError
+from jaxstate.errors import CapacityError, InputError, JaxStateError, PoolFullError
 from jaxstate.models.quantized import Weights
 from jaxstate.sampling import Sampling
 from jaxstate.serving import ask as ask_command
@@ -447,6 +447,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = error.ctx.command_path if error.ctx else "jaxstate"
         message = error.format_message().strip().rstrip(".")
         return _say(f"{message}; see `{where} --help`", WRONG_INPUT)
+    except PoolFullError as error:  # for what comes later there may be room
+        return _say(str(error), FAILED)
     except (CapacityError, ValueError) as error:
         return _say(str(error), WRONG_INPUT)
     except FileNotFoundError as error:

@@ -14,6 +14,7 @@ import command_line
 import pytest
 from command_line import run
 
+from jaxstate.errors import CapacityError, PoolFullError
 from jaxstate.models import sources
 from jaxstate.serving import cli, demo_market
 
@@ -100,6 +101,8 @@ def test_wrong_input_is_one_sentence_and_status_2(capsys, arguments, pattern):
         (RuntimeError("device:\n  out of\n  memory"), 1, "device: out of memory"),
         (PermissionError(13, "Permission denied", "x"), 1, "Permission denied: 'x'"),
         (MemoryError(), 1, "MemoryError"),
+        (CapacityError("context: too long"), 2, "context: too long"),
+        (PoolFullError("pool: full"), 1, "pool: full"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
