@@ -106,4 +106,6 @@ class Commands:
     def closed(self) -> ClosedError:
         """What a caller is told who comes too late."""
         why = f": {self.failure!r}" if self.failure else ""
-        return ClosedError(f"the service is closed{why}")
+        error = ClosedError(f"the service is closed{why}")
+        error.__cause__ = self.failure
+        return error

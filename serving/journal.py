@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import os
 import pathlib
 import sqlite3
@@ -28,6 +29,8 @@ from jaxstate.serving import journal_rows
 from jaxstate.serving.journal_rows import NumberedWrite, SavedSession, Tokens
 from jaxstate.serving.write_memory import REMEMBERED, Number
 from jaxstate.session import Change, Session
+
+logger = logging.getLogger(__name__)
 
 Durability = Literal["full", "normal", "off"]
 """full: the disk has a change before its caller is told, power may fail. normal: the operating
@@ -250,10 +253,12 @@ class Journal:
             self._tell(number)
         except (sqlite3.Error, OSError) as error:
             self._failure = error
-            raise JournalError(
+            failure = JournalError(
                 f"journal {self.path}: {len(self._pending)} changes could not be written: {error}; "
                 "free space or repair the disk, and restart the service"
-            ) from error
+            )
+            logger.error("%s", failure)  # clients are not told of files
+            raise failure from error
         self._transactions = number
         self._pending.clear()
 

@@ -117,9 +117,12 @@ def status_of(error: BaseException, request_id: str, tenant: str = "") -> status
 
 
 def _said(error: BaseException) -> str:
-    """Return what a client may read: which sessions are open is not for everybody."""
+    """Return what a client may read: not which sessions are open nor of files."""
     if isinstance(error, errors.UnknownSessionError):
         return f"session {error.session_id} is unknown or closed; see ListSessions"
+    has_failed = isinstance(error, errors.ClosedError) and error.__cause__ is not None
+    if has_failed or isinstance(error, errors.JournalError):
+        return "the service has ended by a failure, which is in the server's log; come again later"
     return str(error)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import random
+import sqlite3
 import sys
 import threading
 
@@ -15,11 +16,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_service import WAIT_S, refused, text, tokens
 from grpc_wrong_requests import REQUESTS, query
 
+from jaxstate.errors import ClosedError
 from jaxstate.flash import Question
 from jaxstate.plan import JobClass
 from jaxstate.scheduler import State
 from jaxstate.serving import jaxstate_pb2 as pb
-from jaxstate.serving import prompts, rpc_calls
+from jaxstate.serving import prompts, rpc_calls, rpc_errors
+from jaxstate.serving.journal import Journal
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "bench"))
 import hostile_messages  # noqa: E402
@@ -127,6 +130,33 @@ def test_what_nobody_meant_to_raise_is_internal_and_tells_nothing(running, stub,
     request_id = grpc_service.detail(errors[0], "RequestInfo").request_id
     assert "secret" not in errors[0].details() and "secret" in caplog.text
     assert f"request {request_id}" in caplog.text
+
+
+def test_what_fails_on_the_servers_disk_is_in_its_log_and_tells_clients_no_file(
+    engine, model, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # the worker ends by it
+    journal = Journal(tmp_path / "journal", durability="normal", fingerprint="m")
+    with grpc_service.serving(engine, model.tokenizer, journal=journal) as running:
+        name = _open(running.stub)
+        run = journal._run
+
+        def full(statement, *values):
+            if statement.startswith("BEGIN"):
+                raise sqlite3.OperationalError("database or disk is full")
+            return run(statement, *values)
+
+        monkeypatch.setattr(journal, "_run", full)
+        told = []
+        with refused(StatusCode.UNAVAILABLE) as errors:
+            running.stub.Append(pb.AppendRequest(session_id=name, prompt=tokens([1])))
+        told += [errors[0].details(), *(str(value) for _, value in errors[0].trailing_metadata())]
+        with pytest.raises(ClosedError, match="disk is full") as caught:  # in process all is told
+            running.service.append(name, [1])
+        told.append(rpc_errors.status_of(caught.value, "7").message)
+    assert not any("journal" in one or "changes" in one or "full" in one for one in told)
+    assert told[0] == told[-1]
+    assert f"{tmp_path}/journal: " in caplog.text and "database or disk is full" in caplog.text
 
 
 def test_text_needs_a_tokenizer(engine):
