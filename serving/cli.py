@@ -12,6 +12,7 @@ import os
 import pathlib
 import platform
 import sys
+import typing
 from collections.abc import Sequence
 from typing import Annotated, Any, cast
 
@@ -192,7 +193,8 @@ def demo_questions_command(
 def _read_config(context: typer.Context, path: pathlib.Path | None) -> pathlib.Path | None:
     """Have the values of a file stand for flags that are not given."""
     if path is not None:
-        known = {one.name for one in context.command.params if one.name} - {"config"}
+        known = typing.get_type_hints(serve)
+        del known["config"], known["return"]
         context.default_map = serve_config.read(path, known)
     return path
 

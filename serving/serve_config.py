@@ -5,20 +5,23 @@ from __future__ import annotations
 import difflib
 import pathlib
 import tomllib
-from collections.abc import Collection
+import typing
+from collections.abc import Mapping
 from typing import Any
 
 from jaxstate.errors import InputError
 
 
-def read(path: pathlib.Path, known: Collection[str]) -> dict[str, Any]:
+def read(path: pathlib.Path, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a file by the names of their parameters.
 
     Args:
-      known: parameters that there are, e.g. max_model_len; in the file it is max-model-len.
+      known: parameters that there are, with their types, e.g. max_model_len, which is max-model-len
+        in the file.
     Raises:
       OSError: it cannot be read.
-      InputError: no TOML, or a key that there is no flag for.
+      InputError: no TOML, a key that there is no flag for, or a value that would silently become
+        something else.
     """
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -33,4 +36,15 @@ def read(path: pathlib.Path, known: Collection[str]) -> dict[str, Any]:
             )
         if isinstance(value, dict | list):
             raise InputError(f"config: expected one value of {key} in {path}, got {value}")
+        kind = known[flags[key]]
+        if isinstance(value, bool) and kind is not bool:
+            raise InputError(
+                f"config: expected a value of {key} in {path}, got {str(value).lower()}; only "
+                "flags without a value are true or false"
+            )
+        if value == "" and pathlib.Path in (kind, *typing.get_args(kind)):
+            raise InputError(
+                f"config: expected a path of {key} in {path}, got an empty text; leave {key} "
+                "out or name one"
+            )
     return {flags[key]: value for key, value in found.items()}

@@ -239,6 +239,13 @@ def test_a_file_stands_for_flags_and_flags_win(capsys, tmp_path, served):
         ("port = [1]", r"expected one value of port in .*, got \[1\]"),
         ("port", "config: expected TOML"),
         ("config = 'x'", "expected the name of a flag"),
+        ("return = 'x'", "expected the name of a flag"),
+        ("port = true", "config: expected a value of port in .*, got true"),
+        ("grace-s = false", "config: expected a value of grace-s in .*, got false"),
+        ("host = true", "config: expected a value of host in .*, got true"),
+        ("tls-cert = true", "config: expected a value of tls-cert in .*, got true"),
+        ('state-dir = ""', "config: expected a path of state-dir in .*, got an empty text"),
+        ('swap-dir = ""', "config: expected a path of swap-dir in .*, got an empty text"),
     ],
 )
 def test_a_wrong_file_is_refused_in_a_sentence(capsys, tmp_path, served, text, message):
