@@ -347,6 +347,8 @@ def token(
     "max_requests" (at once), "requests_per_s", "max_snapshots" (100 where it is not given). A
     server reads it again as soon as it changes.
     """
+    if replace and remove:
+        raise InputError("token: expected --replace or --remove, got both; leave one out")
     if remove:
         tokens_file.remove(file, tenant)
         terminal.say(_log(), f"tenant {tenant} is not let in any more; its sessions stay")

@@ -435,6 +435,10 @@ def test_the_command_prints_a_token_once(capsys, path):
     again = command_line.run(capsys, "token", "ann", "--file", path)
     assert (again.status, again.out) == (2, "") and "--replace" in again.err
     assert command_line.run(capsys, "token", "ann", "--file", path, "--replace").out != made.out
+    before = path.read_text()
+    both = command_line.run(capsys, "token", "ann", "--file", path, "--replace", "--remove")
+    assert (both.status, both.out, path.read_text()) == (2, "", before)
+    assert "expected --replace or --remove, got both" in both.err
     wrong = command_line.run(capsys, "token", "a/b", "--file", path)
     assert wrong.status == 2 and "got 'a/b'" in wrong.err
     assert command_line.run(capsys, "token", "ann", "--file", path, "--remove").status == 0
