@@ -81,7 +81,7 @@ class Client:
           retry: calls that can be are tried again while the server is not there or too busy.
           max_message_bytes: largest message either way; larger ones are refused.
         Raises:
-          InputError: a token that others could read.
+          InputError: a token that others could read, or that cannot be sent.
         """
         self._target = Target(
             address=address, token=token, tls=tls, timeout_s=timeout_s, retry=retry,

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 from typing import Any
 
 import grpc
@@ -77,11 +78,17 @@ class Target:
     max_message_bytes: int = MAX_MESSAGE_BYTES
 
     def __post_init__(self):
-        """Refuse to send a token where others can read it.
+        """Refuse to send a token that cannot be sent, or where others can read it.
 
         Raises:
-          InputError: a token without TLS to another machine.
+          InputError: a token that is no line of printable ASCII, or one without TLS to another
+            machine; it is not in the message.
         """
+        if self.token is not None and not re.fullmatch("[ -~]*", self.token):
+            raise InputError(
+                "token: expected one line of printable ASCII, got line breaks or other characters "
+                "in it; pass the token alone, as `jaxstate token` printed it"
+            )
         host = self.address.removeprefix("dns:").strip("/").rpartition(":")[0].strip("[]")
         is_local = self.address.startswith("unix:") or ports.is_loopback(host)
         if self.token is not None and self.tls is None and not is_local:

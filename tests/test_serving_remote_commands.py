@@ -166,6 +166,23 @@ def test_tokens_come_from_the_environment_or_a_file(capsys, server, monkeypatch,
     _refused(result, 2, "token: expected tls to example.org:1")
 
 
+@pytest.mark.parametrize(
+    "wrong", ["s3cret\nof desk", "s3cret\r", "s3cret\tx", "s3cret\x7f", "s3crét"]
+)
+def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(
+    capsys, server, monkeypatch, tmp_path, wrong
+):
+    path = tmp_path / "token"
+    path.write_text(f"a{wrong}b\n", encoding="utf-8")
+    message = "^jaxstate: token: expected one line of printable ASCII"
+    result = run(capsys, "sessions", "--token-file", path)
+    _refused(result, 2, message)
+    monkeypatch.setenv("JAXSTATE_TOKEN", wrong)
+    of_environment = run(capsys, "sessions")
+    _refused(of_environment, 2, message)
+    assert "s3cr" not in result.err + of_environment.err
+
+
 def test_tls_is_by_flags(capsys, spare, model, tmp_path):
     authority = certificates.Authority(tmp_path, "authority")
     cert, key = authority.sign("localhost", "localhost")
