@@ -170,9 +170,11 @@ def test_a_gate_answers_from_an_older_version_only_at_a_risk_it_has_measured(ser
 def test_first_tokens_and_headers_are_compared_with_fresh_answers(service):
     session = service.create(CONTEXT)
     header = _ids(9)
-    service.declare(session, Entry(token_ids=header))
     choices = ((1, 2), (3, 4))
     query = service.register(session, Question(token_ids=_ids(10), choices=choices))
+    service.wait_until_idle(WAIT_S)  # else the header might lead somewhere before the first answer
+    service.declare(session, Entry(token_ids=header))
+    service.wait_until_idle(WAIT_S)
     for version in range(20):
         service.append(session, tiny_engine.random_ids(version, 2)).result(WAIT_S)
         service.wait_until_idle(WAIT_S)
