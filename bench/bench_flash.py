@@ -81,6 +81,7 @@ def resumed(
     for round_idx in range(rounds):
         # A change, so that what is paid for does not fill the pool.
         service.append(session, ids[:1]).result(WAIT_S)
+        service.wait_until_idle(WAIT_S)  # the registered questions have their answers
         for index, (m, found) in enumerate(ratios.items()):
             # Each has a beginning of its own, of which nothing else is paid for.
             fresh = (*ids[:8], len(ratios) * round_idx + index, *ids[9:])
