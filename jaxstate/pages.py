@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -44,11 +45,12 @@ class PageHeader:
 class Spare(Protocol):
     """Holds pages that it can do without."""
 
-    def num_reclaimable(self, going: Mapping[int, int]) -> int:
+    def num_reclaimable(self, going: Mapping[int, int], enough: float) -> int:
         """Count the pages that would be free without it, once `going` is dropped as well.
 
         Args:
           going: page to references that others are about to give up.
+          enough: to be counted; with so many or more, it may say less than there are.
         """
         ...
 
@@ -76,7 +78,11 @@ class Pages:
     @property
     def num_available(self) -> int:
         """Pages that can be had: free ones, and those that are given back where they lack."""
-        return self._num_to_be_had({})
+        return self.num_to_be_had(math.inf)
+
+    def num_to_be_had(self, enough: float) -> int:
+        """Like num_available; of `enough` or more it counts no further, which is much faster."""
+        return self._num_to_be_had({}, enough)
 
     def header(self, page: int) -> PageHeader:
         """Return the header of an allocated page."""
@@ -86,9 +92,13 @@ class Pages:
         """Count the pages that nobody holds once references are given up, by page."""
         return sum(self._headers[page].references == times for page, times in going.items())
 
-    def _num_to_be_had(self, going: Mapping[int, int]) -> int:
-        given_up = self.spare.num_reclaimable(going) if self.spare else self.num_freed(going)
-        return self.num_free + given_up
+    def _num_to_be_had(self, going: Mapping[int, int], enough: float) -> int:
+        free = self.num_free
+        if free >= enough:
+            return free
+        if self.spare is None:
+            return free + self.num_freed(going)
+        return free + self.spare.num_reclaimable(going, enough - free)
 
     def owned_by(self, owner: int) -> list[int]:
         """Return the pages an owner may write."""
@@ -107,7 +117,7 @@ class Pages:
         Raises:
           PoolFullError: fewer than `count` pages can be had; nothing was taken or given back.
         """
-        if self.num_free < count <= self.num_available and self.spare:
+        if self.spare and self.num_free < count <= self.num_to_be_had(count):
             self.spare.reclaim(count)
         if count > self.num_free:
             raise PoolFullError(
@@ -166,7 +176,7 @@ class Pages:
         going = collections.Counter(entry.page for entry in released)
         for entry in staying:
             going.pop(entry.page, None)
-        there = self._num_to_be_had(going)
+        there = self._num_to_be_had(going, count)
         if count > there:
             raise PoolFullError(
                 f"needs {count} pages of {self.page_size} cells, {there} of "

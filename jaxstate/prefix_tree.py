@@ -51,7 +51,7 @@ class PrefixTree:
         """Pages that the tree refers to."""
         return len(self.references)
 
-    def num_reclaimable(self, going: Mapping[int, int]) -> int:
+    def num_reclaimable(self, going: Mapping[int, int], enough: float) -> int:
         """See pages.Spare."""
         return self._pages.num_freed(self.references + collections.Counter(going))
 

@@ -300,9 +300,7 @@ class Scheduler:
             else job
             for job in self._jobs()
         ]
-        free = self._pages.num_free
-        if sum(job.pages for job in jobs) > free:
-            free = self._pages.num_available  # which takes a while to count
+        free = self._pages.num_to_be_had(sum(job.pages for job in jobs))
         step = plan(jobs, self.limits, free, now)
         for job_id in step.expired:
             self._end(self._running[job_id], State.EXPIRED, now)

@@ -101,22 +101,24 @@ class Tiers:
 
     # As a spare of Pages
 
-    def num_reclaimable(self, going: Mapping[int, int]) -> int:
+    def num_reclaimable(self, going: Mapping[int, int], enough: float) -> int:
         """See pages.Spare; exactly what `reclaim` can do, since verbs are refused by it."""
         given_up = self._kept.references + collections.Counter(going)
         for session in self._sessions.values():
             given_up.update(_references_of_paid(session))
         left = math.inf if self.swap_dir else self.host_limit - self.bytes_held("host")
-        gained = 0
+        gained = self._pages.num_freed(given_up)
         for session in self._idle():
+            if gained >= enough:
+                break
             own = self._own_pages(session, given_up)
             size = len(own) * self._page_bytes
             if size <= left:
                 left -= size
-                given_up.update(own)
+                gained += len(own)
             else:
                 gained += self._repacking(session, own).gain
-        return self._pages.num_freed(given_up) + gained
+        return gained
 
     def reclaim(self, count: int) -> None:
         """Give pages back until `count` are free.
@@ -373,6 +375,8 @@ class Tiers:
 
 def _references_of_paid(session: Session) -> collections.Counter[int]:
     """Count the references of a session's paid tails by page: its own table, and theirs behind."""
+    if not session.paid:
+        return collections.Counter()
     count = len(session.entries)
     table = collections.Counter(entry.page for entry in session.entries)
     found = collections.Counter({page: n * len(session.paid) for page, n in table.items()})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable
 
 from jaxstate.executor import Executor
 from jaxstate.metrics import Metrics
 from jaxstate.scheduler import Scheduler
+from jaxstate.serving import garbage
 from jaxstate.serving.after_steps import AfterSteps
 from jaxstate.serving.bursts import BURST_GAP_S
 from jaxstate.serving.commands import Commands
@@ -46,22 +46,17 @@ class Worker:
 
     def start(self) -> None:
         """Begin; from now on nobody else may use the engine."""
-        # A full collection over all that JAX has traced takes 100 ms, in which no step runs; what
-        # is there by now stays.
-        gc.collect()
-        gc.freeze()
         self._thread.start()
 
     def close(self) -> None:
         """End what is under way, and wait until it has ended."""
         self._commands.close()
         self._thread.join()
-        gc.unfreeze()
 
     def _run(self) -> None:
         """Work; whatever ends it, nobody waits for ever."""
         try:
-            with Compilations() as compilations:
+            with Compilations() as compilations, garbage.deferred():
                 self._work(compilations)
             self._after.note_gates()
             self._scheduler.end(self._clock())  # what runs keeps a session from being saved
@@ -80,7 +75,8 @@ class Worker:
     def _work(self, compilations: Compilations) -> None:
         """Run commands and steps until the service is closed."""
         commands, after = self._commands, self._after
-        rest_s = None  # until there is something to save
+        rests: list[float] = []  # seconds until there is something to save, or to collect
+        has_rested = False
         pools_lost = self._executor.pools_lost
         while True:
             with commands.changed:
@@ -88,12 +84,15 @@ class Worker:
                 if not len(commands) and not commands.is_closing:
                     if after.is_idle:
                         if not after.maintain():
-                            commands.changed.wait(rest_s)
+                            has_rested = not commands.changed.wait(min(rests, default=None))
                     elif not self._scheduler.num_waiting:
                         commands.changed.wait(BURST_GAP_S)  # until a burst is over
                 taken = commands.take()
                 if commands.is_closing:
                     return
+            if has_rested and not taken:
+                garbage.collect()
+            has_rested = False
             for command in taken:
                 command()
             if taken:
@@ -116,4 +115,5 @@ class Worker:
                 changing = after.changing()
                 after.evaluate(changing)
                 after.preposition(changing)
-            rest_s = self._durable.rest(self._clock()) if after.is_idle else None
+            due = (self._durable.rest(self._clock()), garbage.rest_s()) if after.is_idle else ()
+            rests = [one for one in due if one is not None]

@@ -171,6 +171,38 @@ def test_without_a_tier_or_room_in_it_a_move_is_refused():
     assert engine.query(session, _ids(3, 2), max_new_tokens=1).token_ids
 
 
+def test_pages_are_counted_no_further_than_anybody_asks(monkeypatch: pytest.MonkeyPatch):
+    engine = tiny_engine.build(num_pages=64, host_bytes=5 * PAGE_BYTES, prefix_share=0.3)
+    pages, tiers = engine.pages, engine.verbs.tiers
+    looked_at = []
+    own_pages = tiers._own_pages
+    monkeypatch.setattr(
+        tiers, "_own_pages", lambda one, beside: looked_at.append(one) or own_pages(one, beside)
+    )
+    engine.generate(_ids(0, 30), max_new_tokens=1)  # its beginning is kept
+    for seed in range(4):
+        session = engine.create(_ids(seed, 20))
+        engine.append(engine.fork(session), _ids(9, 10))
+        engine.advance(session, _ids(5, 9), max_new_tokens=2)
+    for step in range(7):  # where a fork goes on and its parent is closed, pages stay part-filled
+        parent, session = session, engine.fork(session)
+        engine.append(session, _ids(step, 3))
+        engine.close(parent)
+    exact = pages.num_available
+    assert pages.num_free < exact < 64  # some can be had, some are more than host memory takes
+    assert len(set(map(id, looked_at))) == 8
+    for enough in range(66):
+        assert min(pages.num_to_be_had(enough), enough) == min(exact, enough)
+    looked_at.clear()
+    assert pages.num_to_be_had(pages.num_free + 1) > pages.num_free  # of what is paid for or kept
+    assert not looked_at
+    with pytest.raises(PoolFullError):
+        pages.allocate(-1, exact + 1, after=None, growing=False)
+    assert (tiers.moved_out, tiers.repacked) == (0, 0)
+    assert len(pages.allocate(-1, exact, after=None, growing=False)) == exact
+    assert tiers.moved_out and tiers.repacked
+
+
 def _damage(engine, session):
     path = engine.session(session).stored.path
     data = bytearray(path.read_bytes())
