@@ -88,13 +88,14 @@ AGE_S: Mapping[JobClass, float] = {
 OVERDUE: Mapping[JobClass, float] = {
     JobClass.QUERY: 0.3,
     JobClass.APPEND: 0.75,
-    JobClass.FLASH: 0.3,
+    JobClass.FLASH: 0.15,
     JobClass.ADVANCE: 0.3,
     JobClass.MAINTENANCE: 0.3,
 }
 """Of its class's limit, after which a waiting job is overdue and goes before those that are not:
 early enough to begin within the limit, though others are overdue as well. Appends are later, since
-overdue ones take part of the steps in which questions begin, and a long one runs for a while."""
+overdue ones take part of the steps in which questions begin, and a long one runs for a while. Flash
+evaluations are earlier, since at a high load there are no idle steps to begin in."""
 
 AGE_STARTED = 0.1
 """Of its class's limit, for which an overdue job that has got tokens is not overdue again."""

@@ -75,7 +75,7 @@ def test_a_wrong_request_gets_its_status_and_names_the_field(stub, method, reque
 @pytest.mark.parametrize("method", hostile_messages.METHODS, ids=lambda method: method.name)
 def test_bytes_that_are_no_message_are_an_invalid_argument(running, method):
     with refused(StatusCode.INVALID_ARGUMENT) as errors:
-        hostile_messages.call(running.channel, method, [b"\xff\xff\xff"], timeout_s=0.5)
+        hostile_messages.call(running.channel, method, [b"\xff\xff\xff"], timeout_s=WAIT_S)
     assert method.input_type.full_name in errors[0].details()
 
 

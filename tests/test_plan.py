@@ -168,9 +168,9 @@ def test_what_has_started_is_finished_past_its_deadline():
 def test_idle_work_waits_until_nothing_else_does_or_it_is_overdue():
     flash = _job(0, JobClass.FLASH, tokens=50)
     append = _job(1, JobClass.APPEND, tokens=50, outputs=0, arrived=0.1)
-    assert _pieces(plan([flash, append], LIMITS, 0, now=0.2)) == {1: 32}
-    assert _pieces(plan([flash], LIMITS, 0, now=0.2)) == {0: 32}
-    overdue = plan([flash, append], LIMITS, 0, now=0.3)
+    assert _pieces(plan([flash, append], LIMITS, 0, now=0.14)) == {1: 32}
+    assert _pieces(plan([flash], LIMITS, 0, now=0.14)) == {0: 32}
+    overdue = plan([flash, append], LIMITS, 0, now=0.15)
     assert _pieces(overdue) == {0: 16, 1: 16}
 
 
