@@ -128,21 +128,23 @@ def random_arrivals(report: Report, load: common.OtherLoad, *, minute: float) ->
         service.register(session, question)
     service.wait_until_idle(WAIT_S)
     # Before and while it is measured the session slides several times, as it will all the time.
-    flash_share.costs(service, session, questions, [draw(14) for _ in range(100)])
-    cost = flash_share.costs(service, session, questions, [draw(14) for _ in range(100)])
+    rows = [draw(14) for _ in range(flash_share.CALIBRATIONS)]
+    flash_share.costs(service, session, questions, rows)
+    cost = flash_share.costs(service, session, questions, rows)
     # Updates so frequent that evaluating them takes a third of the time.
     rate = 1 / (3 * (cost.append_s + cost.evaluate_s))
     load.end("calibration of shares")
     found = {}
     for seed, (ratio, minutes) in enumerate(RATIOS.items()):
         seconds = minutes * minute
-        rows = [draw(14) for _ in range(int(rate * seconds * 2) + 1)]
-        found[f"{ratio:g}:1"] = flash_share.play(
+        rows = [draw(14) for _ in range(int(rate * seconds * 2) + flash_share.CALIBRATIONS)]
+        shares, paced = flash_share.play(
             service, session, questions, rows, updates_per_s=rate, queries_per_s=ratio * rate,
-            seconds=seconds, cost=cost, seed=seed,
+            seconds=seconds, seed=seed,
         )  # fmt: skip
-        shares = dataclasses.asdict(found[f"{ratio:g}:1"])
-        report.line(arm="share", queries_per_update=ratio, **shares)
+        found[f"{ratio:g}:1"] = shares
+        lines = dataclasses.asdict(shares) | dataclasses.asdict(paced)
+        report.line(arm="share", queries_per_update=ratio, **lines)
     load.end("share")
     service.close()
     worth = {name: one.measured / one.possible for name, one in found.items()}

@@ -15,6 +15,9 @@ from jaxstate.serving.pending import Pending
 WAIT_S = 600.0
 
 
+CALIBRATIONS = 100  # updates of which costs are measured
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
     """Seconds, measured on an idle service: an append, all evaluations after it, one query."""
@@ -22,6 +25,14 @@ class Costs:
     append_s: float
     evaluate_s: float
     query_s: float
+
+    def mean(self, other: Costs) -> Costs:
+        """Return what lies between this and another."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Costs(**{
+            field.name: sum(pair) / 2
+            for field, pair in zip(dataclasses.fields(self), pairs, strict=True)
+        })  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,12 +46,18 @@ class Shares:
 
 
 def costs(
-    service: LocalService, session: str, questions: list[Question], rows: list[list[int]]
+    service: LocalService, session: str, questions: list[Question], rows: list[list[int]],
+    rests_s: np.ndarray | None = None,
 ) -> Costs:
-    """Measure on an idle service; medians."""
+    """Measure on an idle service; medians.
+
+    Args:
+      rests_s: before each update: a processor that has waited is slower for a while.
+    """
     appends, evaluations, queries = [], [], []
     other = dataclasses.replace(questions[0], max_new_tokens=questions[0].max_new_tokens + 1)
-    for row in rows:
+    for row, rest_s in zip(rows, np.zeros(len(rows)) if rests_s is None else rests_s, strict=True):
+        time.sleep(rest_s)
         began = time.perf_counter()
         service.append(session, row).result(WAIT_S)
         appended = time.perf_counter()
@@ -87,10 +104,15 @@ def possible(updates: np.ndarray, queries: np.ndarray, cost: Costs) -> float:
 
 def play(
     service: LocalService, session: str, questions: list[Question], rows: list[list[int]], *,
-    updates_per_s: float, queries_per_s: float, seconds: float, cost: Costs, seed: int,
-) -> Shares:  # fmt: skip
-    """Run arrivals against a service from one thread that never waits for answers."""
+    updates_per_s: float, queries_per_s: float, seconds: float, seed: int,
+) -> tuple[Shares, Costs]:  # fmt: skip
+    """Run arrivals against a service from one thread that never waits for answers.
+
+    What things cost is measured before and after, at the same pace: machines change their own.
+    """
     rng = np.random.default_rng(seed)
+    rests_s = rng.exponential(1 / updates_per_s, CALIBRATIONS)
+    before = costs(service, session, questions, rows[:CALIBRATIONS], rests_s)
     updates = arrivals(rng, updates_per_s, seconds)[: len(rows)]
     queries = arrivals(rng, queries_per_s, seconds)
     events = sorted([(t, 0, i) for i, t in enumerate(updates)] + [(t, 1, 0) for t in queries])
@@ -119,8 +141,10 @@ def play(
             hits += answer.source is Source.FLASH and answer.version == version
     for pending in pendings:
         pending.result(WAIT_S)
+    cost = before.mean(costs(service, session, questions, rows[:CALIBRATIONS], rests_s))
     counted = queries[queries > updates[0]]
-    return Shares(
+    shares = Shares(
         measured=hits / asked, possible=possible(updates, counted, cost), queries=asked,
         updates=len(updates),
     )  # fmt: skip
+    return shares, cost

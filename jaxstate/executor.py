@@ -319,11 +319,14 @@ class Executor:
 
     def _compile_copy(self, name: str):
         placed = jax.tree.map(lambda x: x.sharding, self._pool) if self._sharding else None
+        kernel = None if self._sharding else dispatch.page_copy(self.implementation)
         if name == "take":
-            return jax.jit(page_copy.take).lower(self._pool, self._copied_pages).compile()
+            take = jax.jit(functools.partial(page_copy.take, kernel=kernel))
+            return take.lower(self._pool, self._copied_pages).compile()
         # What comes in is on the host.
         parts = [jax.ShapeDtypeStruct(*one) for one in self.page_shapes]
-        jitted = jax.jit(page_copy.put, donate_argnums=(0,), out_shardings=placed)
+        put = functools.partial(page_copy.put, kernel=kernel)
+        jitted = jax.jit(put, donate_argnums=(0,), out_shardings=placed)
         return jitted.lower(self._pool, self._copied_pages, parts).compile()
 
     def _abstract(self, shape: tuple[int, ...], dtype, placed=None) -> jax.ShapeDtypeStruct:

@@ -7,36 +7,53 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jaxstate.kernels_pallas.dispatch import PageCopy
 from jaxstate.state import Pool
 
 PAGES_AT_ONCE = 8
 
 
-def take(pool: Pool, pages: jax.Array) -> list[jax.Array]:
+def take(pool: Pool, pages: jax.Array, kernel: PageCopy | None = None) -> list[jax.Array]:
     """Copy pages out: for every array of the pool [heads, PAGES_AT_ONCE, …].
 
     Args:
       pages: [PAGES_AT_ONCE] int32.
+      kernel: what copies, None = plain XLA.
     """
     num_pages = pool[0].k_pages.shape[1]
-    return [_by_page(leaf, num_pages)[:, pages] for leaf in jax.tree.leaves(pool)]
+    leaves = [_by_page(leaf, num_pages) for leaf in jax.tree.leaves(pool)]
+    if kernel is not None:
+        return kernel.take(leaves, pages)
+    return [leaf[:, pages] for leaf in leaves]
 
 
-def put(pool: Pool, pages: jax.Array, parts: list[jax.Array]) -> Pool:
+def put(
+    pool: Pool, pages: jax.Array, parts: list[jax.Array], kernel: PageCopy | None = None
+) -> Pool:
     """Write pages that `take` copied; the same page may come several times with the same content.
 
-    Page by page, since that updates a donated pool in place where a scatter would copy it.
+    A donated pool is updated in place.
+
+    Args:
+      kernel: as for take.
     """
     num_pages = pool[0].k_pages.shape[1]
     leaves, tree = jax.tree.flatten(pool)
-    written = []
-    for leaf, part in zip(leaves, parts, strict=True):
-        paged = _by_page(leaf, num_pages)
-        for index in range(PAGES_AT_ONCE):
-            begin = (0, pages[index], *(0,) * (paged.ndim - 2))
-            paged = jax.lax.dynamic_update_slice(paged, part[:, index : index + 1], begin)
-        written.append(paged.reshape(leaf.shape))
-    return jax.tree.unflatten(tree, written)
+    paged = [_by_page(leaf, num_pages) for leaf in leaves]
+    if kernel is not None:
+        written = kernel.put(paged, pages, parts)
+    else:
+        written = [_put(one, pages, part) for one, part in zip(paged, parts, strict=True)]
+    whole = [one.reshape(leaf.shape) for one, leaf in zip(written, leaves, strict=True)]
+    return jax.tree.unflatten(tree, whole)
+
+
+def _put(paged: jax.Array, pages: jax.Array, part: jax.Array) -> jax.Array:
+    """Page by page, since that updates in place where a scatter would copy all."""
+    for index in range(PAGES_AT_ONCE):
+        begin = (0, pages[index], *(0,) * (paged.ndim - 2))
+        paged = jax.lax.dynamic_update_slice(paged, part[:, index : index + 1], begin)
+    return paged
 
 
 def _by_page(leaf: jax.Array, num_pages: int) -> jax.Array:

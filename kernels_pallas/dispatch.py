@@ -7,7 +7,7 @@ import functools
 import logging
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 
@@ -24,6 +24,7 @@ from jaxstate.kernels_pallas import (
     kv_write_xla,
     matmul_few_rows_cpu,
     matmul_quantized_cpu,
+    page_copy_cpu,
 )
 from jaxstate.kernels_pallas.gate_scan_xla import GateSummary
 from jaxstate.kernels_pallas.rope import Angles
@@ -128,6 +129,7 @@ def _build_for_cpu(cache_dir: pathlib.Path) -> None:
     attention_cpu.build(cache_dir)
     matmul_quantized_cpu.build(cache_dir)
     matmul_few_rows_cpu.build(cache_dir)
+    page_copy_cpu.build(cache_dir)
 
 
 def stretch_cells(implementation: str, num_cells: int) -> tuple[int, ...]:
@@ -261,6 +263,25 @@ def few_rows(implementation: str) -> Callable[..., jax.Array | None] | None:
     few_rows(x, matrix, outputs_first=...) -> [rows, outputs] f32 or None, see matmul_few_rows_cpu.
     """
     return matmul_few_rows_cpu.product if implementation == "cpu" else None
+
+
+class PageCopy(Protocol):
+    """Copies pages of arrays of the pool, see page_copy_cpu."""
+
+    def take(self, arrays: Sequence[jax.Array], pages: jax.Array) -> list[jax.Array]:
+        """Copy pages out."""
+        ...
+
+    def put(
+        self, arrays: Sequence[jax.Array], pages: jax.Array, parts: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Copy pages in."""
+        ...
+
+
+def page_copy(implementation: str) -> PageCopy | None:
+    """Return kernels that copy pages out and in, None where plain XLA is to do it."""
+    return page_copy_cpu if implementation == "cpu" else None
 
 
 @functools.cache
