@@ -170,6 +170,10 @@ def tenants_wait(lines: Sequence[Line]) -> Iterator[tuple[str, Figure]]:
         axes.set_ylim(len(names) - 0.5, -0.8)
         axes.set_xscale("log")
         axes.margins(x=0.1)
+        low, high = axes.get_xlim()
+        ticks = [count * 10**power for power in range(6) for count in (1, 2, 5)]
+        axes.set_xticks([tick for tick in ticks if low <= tick <= high])
+        axes.minorticks_off()
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         axes.set_xlabel("from submission to the end, ms (log scale)")
         axes.set_title(f"Verbs of many sessions, busy {bar['detail']['busy']:.0%}", fontsize=11)
