@@ -13,8 +13,6 @@ from jaxstate.serving.local_service import LocalService
 from jaxstate.serving.pending import Pending
 
 WAIT_S = 600.0
-
-
 CALIBRATIONS = 100  # updates of which costs are measured
 
 
@@ -28,11 +26,9 @@ class Costs:
 
     def mean(self, other: Costs) -> Costs:
         """Return what lies between this and another."""
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Costs(**{
-            field.name: sum(pair) / 2
-            for field, pair in zip(dataclasses.fields(self), pairs, strict=True)
-        })  # fmt: skip
+        others = dataclasses.asdict(other)
+        mine = dataclasses.asdict(self)
+        return Costs(**{name: (cost + others[name]) / 2 for name, cost in mine.items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

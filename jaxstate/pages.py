@@ -80,9 +80,18 @@ class Pages:
         """Pages that can be had: free ones, and those that are given back where they lack."""
         return self.num_to_be_had(math.inf)
 
-    def num_to_be_had(self, enough: float) -> int:
-        """Like num_available; of `enough` or more it counts no further, which is much faster."""
-        return self._num_to_be_had({}, enough)
+    def num_to_be_had(self, enough: float, going: Mapping[int, int] | None = None) -> int:
+        """Like num_available; of `enough` or more it counts no further, which is much faster.
+
+        Args:
+          going: see Spare.num_reclaimable.
+        """
+        free = self.num_free
+        if free >= enough:
+            return free
+        if self.spare is None:
+            return free + self.num_freed(going or {})
+        return free + self.spare.num_reclaimable(going or {}, enough - free)
 
     def header(self, page: int) -> PageHeader:
         """Return the header of an allocated page."""
@@ -91,14 +100,6 @@ class Pages:
     def num_freed(self, going: Mapping[int, int]) -> int:
         """Count the pages that nobody holds once references are given up, by page."""
         return sum(self._headers[page].references == times for page, times in going.items())
-
-    def _num_to_be_had(self, going: Mapping[int, int], enough: float) -> int:
-        free = self.num_free
-        if free >= enough:
-            return free
-        if self.spare is None:
-            return free + self.num_freed(going)
-        return free + self.spare.num_reclaimable(going, enough - free)
 
     def owned_by(self, owner: int) -> list[int]:
         """Return the pages an owner may write."""
@@ -176,7 +177,7 @@ class Pages:
         going = collections.Counter(entry.page for entry in released)
         for entry in staying:
             going.pop(entry.page, None)
-        there = self._num_to_be_had(going, count)
+        there = self.num_to_be_had(count, going)
         if count > there:
             raise PoolFullError(
                 f"needs {count} pages of {self.page_size} cells, {there} of "

@@ -41,9 +41,9 @@ void Copy(char* to, const char* from, int64_t bytes) {
   std::memcpy(to, from, bytes);
 }
 
-// An array of the pool [heads][num_pages][page], pages of it [heads][count][page], and what lies where.
+// An array of the pool [heads][num_pages][page], and pages of it [heads][count][page].
 struct Array {
-  int64_t heads, num_pages;
+  int64_t num_pages;
   int64_t page_bytes;  // of a head
   char* in_pool;
   char* part;
@@ -62,7 +62,7 @@ struct Problem {
       if (page < 0 || page >= num_pages)
         return ffi::Error::InvalidArgument("pages: expected pages of the pool");
     const int64_t page_bytes = in_pool.size_bytes() / std::max<int64_t>(heads * num_pages, 1);
-    arrays.push_back({heads, num_pages, page_bytes, static_cast<char*>(in_pool.untyped_data()),
+    arrays.push_back({num_pages, page_bytes, static_cast<char*>(in_pool.untyped_data()),
                       static_cast<char*>(part.untyped_data()), num_tasks});
     num_tasks += heads * static_cast<int64_t>(pages.size());
     return ffi::Error::Success();

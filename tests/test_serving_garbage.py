@@ -14,12 +14,6 @@ from jaxstate.serving import garbage
 from jaxstate.serving.local_service import LocalService
 
 
-class _Ring:
-    """Two of these that refer to each other go only by a collection."""
-
-    other: _Ring | None = None
-
-
 @contextlib.contextmanager
 def _full_collections():
     """Count the full collections that happen inside."""
@@ -36,7 +30,7 @@ def _full_collections():
         gc.callbacks.remove(note)
 
 
-def _make_garbage(times: int) -> None:
+def _make_objects(times: int) -> None:
     """Have Python collect young objects as often, which outlive it."""
     kept = []
     for _ in range(times * (gc.get_threshold()[0] + 1) * (gc.get_threshold()[1] + 1)):
@@ -50,11 +44,11 @@ def test_python_collects_all_by_itself_only_where_it_is_not_deferred():
         with garbage.deferred():
             pass  # another one's end is not the end
         with _full_collections() as full:
-            _make_garbage(2 * garbage.WORTH)
+            _make_objects(2 * garbage.WORTH)
             assert not full
     assert gc.get_threshold() == before
     with _full_collections() as full:
-        _make_garbage(2 * garbage.WORTH)
+        _make_objects(2 * garbage.WORTH)
         assert full
 
 
@@ -65,7 +59,7 @@ def test_a_service_that_rests_collects(monkeypatch: pytest.MonkeyPatch):
         service.create([1, 2, 3], session_id="a")
         service.wait_until_idle(60)
         with _full_collections() as full:
-            _make_garbage(2 * garbage.WORTH)
+            _make_objects(2 * garbage.WORTH)
             assert not full
             service.append("a", [4]).result(60)  # it has something to do, and then nothing
             until = time.monotonic() + 60
