@@ -49,8 +49,15 @@ def main() -> None:
         prefill_s = time.perf_counter() - began
         report.line(arm="re-prefill", seconds=prefill_s, tokens=context)
         times: dict[str, list[float]] = {"pool": [], "host": [], "disk": []}
+        moves: dict[str, list[float]] = {"all": [], "unchanged": []}
         same = True
         for _ in range(rounds + 1):
+            moves["all"].append(move_out(engine, session, "host"))
+            engine.query(session, question, max_new_tokens=1)
+            moves["unchanged"].append(move_out(engine, session, "host"))
+            # From disk it comes without a copy in host memory.
+            move_out(engine, session, "disk")
+            engine.query(session, question, max_new_tokens=1)
             for tier, found in times.items():
                 if tier != "pool":
                     move_out(engine, session, "host" if tier == "host" else "disk")
@@ -66,6 +73,10 @@ def main() -> None:
         bytes=size, host_gb_per_s=size / 1e9 / max(medians["host"] - medians["pool"], 1e-9),
     )  # fmt: skip
     spoiled = load.reason("tiers")
+    report.line(
+        arm="move out to host memory",
+        **{f"{what}_s": common.median(found[1:]) for what, found in moves.items()},
+    )
     ratios = [one / other for one, other in zip(times["host"][1:], times["pool"][1:], strict=True)]
     report.bar(
         "tier.host", common.median(ratios), HOST, unit="x the first token from the pool", n=rounds,
@@ -78,10 +89,12 @@ def main() -> None:
     report.table()
 
 
-def move_out(engine: Engine, session: str, tier: Tier) -> None:
-    """Move a session out, and wait until that is over."""
+def move_out(engine: Engine, session: str, tier: Tier) -> float:
+    """Move a session out, and wait until that is over: seconds."""
+    began = time.perf_counter()
     engine.move_out(session, tier)
     engine.executor.wait()
+    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

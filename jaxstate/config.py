@@ -43,7 +43,8 @@ class EngineConfig:
       prefix_share: share of the pool's pages in which beginnings of contexts are kept that nobody
         uses any more; 0 = new contexts share those of open ones only; None = contexts share nothing
         but what forks do.
-      host_bytes: of sessions' cells that may wait in host memory while nobody asks for them.
+      host_bytes: of sessions' cells that may wait in host memory while nobody asks for them, and
+        of copies that are left there of those that came back.
       swap_dir: directory for those that host memory has no room for; None = they stay.
       kernel_cache_dir: where compiled kernels are kept; None = the user's cache folder.
     """

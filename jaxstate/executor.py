@@ -27,6 +27,7 @@ from jaxstate.models.config import ModelConfig
 from jaxstate.models.params import Params, num_params
 from jaxstate.models.quantized import QuantizedMatrix
 from jaxstate.models.sharding import Sharding, place
+from jaxstate.page_copy import Part
 from jaxstate.rows import Group
 from jaxstate.sampling import Sampling
 from jaxstate.state import Outputs, Pool, StepShape, init_pool
@@ -202,11 +203,19 @@ class Executor:
 
     def read_pages(self, pages: Sequence[int]) -> Iterator[list[np.ndarray]]:
         """Copy pages to host memory part by part, see page_copy.padded and page_copy.take."""
-        for part in page_copy.padded(pages):
-            yield [np.asarray(array) for array in self._copies["take"](self._pool, part)]
+        for part in self.store_pages(pages):
+            yield [np.asarray(array) for array in part]
 
-    def write_pages(self, pages: Sequence[int], parts: Iterable[Sequence[np.ndarray]]) -> None:
-        """Write what `read_pages` copied to pages of the pool, maybe others.
+    def store_pages(self, pages: Sequence[int]) -> Iterator[Part]:
+        """Like read_pages, in the form that is the fastest to write back."""
+        in_host_memory = jax.default_backend() == "cpu" and self._sharding is None
+        for part in page_copy.padded(pages):
+            taken = self._copies["take"](self._pool, part)
+            # Turning numpy's arrays into JAX's takes 2 µs each, a tenth of the time of the copy.
+            yield taken if in_host_memory else jax.device_get(taken)
+
+    def write_pages(self, pages: Sequence[int], parts: Iterable[Part]) -> None:
+        """Write what `read_pages` or `store_pages` copied to pages of the pool, maybe others.
 
         Raises:
           PoolLostError: as of run.

@@ -135,6 +135,7 @@ class Cells:
       tails: that verbs under way write, and what was forwarded ahead of questions.
       free: nobody's.
       host, disk: of sessions outside of the pool.
+      copies: in host memory, of sessions' cells that are in the pool; they go where it lacks.
     """
 
     sessions: int
@@ -143,6 +144,7 @@ class Cells:
     free: int
     host: int
     disk: int
+    copies: int
 
 
 def count_cells(verbs: Verbs) -> Cells:
@@ -157,4 +159,5 @@ def count_cells(verbs: Verbs) -> Cells:
         free=pages.num_free * size,
         host=verbs.tiers.bytes_held("host") // bytes_per_cell,
         disk=verbs.tiers.bytes_held("disk") // bytes_per_cell,
+        copies=verbs.tiers.copied_bytes // bytes_per_cell,
     )  # fmt: skip

@@ -12,6 +12,9 @@ from jaxstate.state import Pool
 
 PAGES_AT_ONCE = 8
 
+Part = Sequence[np.ndarray] | Sequence[jax.Array]
+"""A copy of PAGES_AT_ONCE pages in host memory: of each array of the pool; see take."""
+
 
 def take(pool: Pool, pages: jax.Array, kernel: PageCopy | None = None) -> list[jax.Array]:
     """Copy pages out: for every array of the pool [heads, PAGES_AT_ONCE, …].

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -35,11 +36,18 @@ class PageHeader:
       owner: the only one who may write; None once it is gone.
       high_water: cells below it may be seen by an entry of anybody.
       references: entries that point here.
+      content: a number of its own for what stands below high_water; another one once that may have
+        been overwritten.
     """
 
     owner: int | None
     high_water: int
     references: int
+    content: int
+
+
+Stamp = tuple[int, int]
+"""While it is the same, so is what anybody can see of a page."""
 
 
 class Spare(Protocol):
@@ -67,6 +75,7 @@ class Pages:
         self.num_pages = num_pages
         self.page_size = page_size
         self._headers: dict[int, PageHeader] = {}
+        self._contents = itertools.count()
         self._free = np.ones(num_pages, bool)
         self.spare: Spare | None = None
 
@@ -96,6 +105,11 @@ class Pages:
     def header(self, page: int) -> PageHeader:
         """Return the header of an allocated page."""
         return self._headers[page]
+
+    def stamp(self, page: int) -> Stamp:
+        """Tell the content of an allocated page from any other, of whichever page."""
+        header = self._headers[page]
+        return header.content, header.high_water
 
     def num_freed(self, going: Mapping[int, int]) -> int:
         """Count the pages that nobody holds once references are given up, by page."""
@@ -133,7 +147,9 @@ class Pages:
             else:
                 page = self._place(count - len(taken), growing)
             self._free[page] = False
-            self._headers[page] = PageHeader(owner=owner, high_water=0, references=0)
+            self._headers[page] = PageHeader(
+                owner=owner, high_water=0, references=0, content=next(self._contents)
+            )
             taken.append(page)
         return taken
 
@@ -228,6 +244,12 @@ class Pages:
         # Where nobody else sees the page, what was cut off is free again.
         return header.references == 1 or header.high_water <= entry.fill
 
+    def continue_at(self, entry: Entry) -> None:
+        """Note that the page's cell `entry.fill` and following are about to be written."""
+        header = self._headers[entry.page]
+        if entry.fill < header.high_water:
+            header.content = next(self._contents)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Growth:
@@ -319,6 +341,7 @@ def plan_growth(
     for span in spans:
         if span.room:
             last = grown[-1]
+            pages.continue_at(last)
             cells.append(last.page * size + last.fill + np.arange(span.room))
             grown[-1] = last._replace(fill=last.fill + span.room)
             position += span.room

@@ -13,12 +13,12 @@ from collections.abc import Container, Sequence
 
 import numpy as np
 
-from jaxstate.page_copy import PAGES_AT_ONCE
+from jaxstate.page_copy import PAGES_AT_ONCE, Part
 from jaxstate.pages import Entry
 from jaxstate.prefix_tree import join
 
-Parts = list[list[np.ndarray]]
-"""For every PAGES_AT_ONCE pages, a copy of each array of the pool; see page_copy.take."""
+Parts = list[Part]
+"""For every PAGES_AT_ONCE pages a copy of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,13 +72,13 @@ class Repacking:
         cells = np.pad(self.cells, (0, last), mode="edge").reshape(-1, self.page_size)
         # As page_copy.padded repeats the last page.
         cells = np.pad(cells, ((0, -len(cells) % PAGES_AT_ONCE), (0, 0)), mode="edge")
-        found: Parts = [[] for _ in range(len(cells) // PAGES_AT_ONCE)]
+        found: list[list[np.ndarray]] = [[] for _ in range(len(cells) // PAGES_AT_ONCE)]
         for arrays in zip(*parts, strict=True):
             whole = np.concatenate(arrays, axis=1)  # [heads, pages, page_size, head_dim]
             flat = whole.reshape(whole.shape[0], -1, whole.shape[-1])
             for index, part in enumerate(found):
                 part.append(flat[:, cells[index * PAGES_AT_ONCE : (index + 1) * PAGES_AT_ONCE]])
-        return found
+        return list(found)
 
 
 def repacking(entries: Sequence[Entry], own: Container[int], page_size: int) -> Repacking:

@@ -70,6 +70,7 @@ class Session:
       running: verbs that are under way on it.
       used: when it was last of use; larger is later.
       stored: its cells outside of the pool, a tiers.Stored; None = all are in it, see `entries`.
+      copy: what host memory has of its cells in the pool, a host_copies.HostCopy; None = nothing.
       rebuilt: its cells were lost after an eviction and computed anew from the kept tokens, which
         is not the same.
     """
@@ -90,6 +91,7 @@ class Session:
     running: int = 0
     used: int = 0
     stored: Any = None
+    copy: Any = None
     rebuilt: bool = False
 
     @property

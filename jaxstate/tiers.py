@@ -3,7 +3,8 @@
 A session's pages that nobody else sees leave the pool and come back on fresh ones, bit by bit the
 same: its entries keep everything but their page numbers. Pages that others see stay. It happens by
 itself where pages lack, to the session that was not of use for longest, and never to one that a
-verb is running on.
+verb is running on. What came back from host memory stays there as a copy until others need the
+room.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from typing import Literal
 
 import numpy as np
 
+from jaxstate import host_copies
 from jaxstate.errors import CapacityError, PoolFullError, SnapshotError
 from jaxstate.executor import Executor
+from jaxstate.host_copies import HostCopy
 from jaxstate.page_copy import PAGES_AT_ONCE
 from jaxstate.pages import Entry, Pages, cells_used
 from jaxstate.prefix_tree import PrefixTree
@@ -38,8 +41,8 @@ class Stored:
 
     Attributes:
       entries: the whole table as it was.
-      pages: those of its pages that are stored, in order.
-      parts: their content in host memory.
+      pages: those of its pages that are stored, in the order of their content.
+      parts: their content in host memory, see Executor.store_pages.
       path: the file that holds it.
       num_bytes: of the content.
     """
@@ -99,6 +102,11 @@ class Tiers:
             if (stored := session.stored) and (stored.path is None) == (tier == "host")
         )
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of host memory that hold copies of cells in the pool; they go before any other."""
+        return sum(one.copy.num_bytes for one in self._sessions.values() if one.copy)
+
     # As a spare of Pages
 
     def num_reclaimable(self, going: Mapping[int, int], enough: float) -> int:
@@ -134,7 +142,7 @@ class Tiers:
             if self._pages.num_free >= count:
                 return
             size = len(self._own_pages(session, {})) * self._page_bytes
-            fits = self._make_room(size)
+            fits = self._make_room(size, session)
             if size and (fits or self.swap_dir):
                 self.move_out(session, "host" if fits else "disk")
         for session in self._idle():
@@ -205,21 +213,18 @@ class Tiers:
         stored = session.stored
         if stored is None:
             self.forget_paid(session)
-            pages = sorted(self._own_pages(session, {}))
-            size = len(pages) * self._page_bytes
-            if tier == "host" and not self._make_room(size):
+            own = self._own_pages(session, {})
+            size = len(own) * self._page_bytes
+            if tier == "host" and not self._make_room(size, session):
                 raise CapacityError(
                     f"host_bytes: {size} more are needed, {self.bytes_held('host')} of "
                     f"{self.host_limit} are in use; start with more, or with a swap_dir"
                 )
-            stored = Stored(
-                entries=session.entries, pages=tuple(pages), num_bytes=size,
-                parts=list(self._executor.read_pages(pages)),
-            )  # fmt: skip
-            leaving = set(pages)
-            self._pages.drop(entry for entry in session.entries if entry.page in leaving)
-            session.entries = tuple(entry for entry in session.entries if entry.page not in leaving)
-            session.stored = stored
+            pages, parts = host_copies.take(self._executor, self._pages, own, session.copy)
+            stored = Stored(entries=session.entries, pages=pages, num_bytes=size, parts=parts)
+            self._pages.drop(entry for entry in session.entries if entry.page in own)
+            session.entries = tuple(entry for entry in session.entries if entry.page not in own)
+            session.stored, session.copy = stored, None
             self.moved_out += 1
         if tier == "disk" and stored.parts is not None:
             self._write(stored)
@@ -247,7 +252,9 @@ class Tiers:
         try:
             self._pages.require(count + beside, (), staying=session.entries)
             new = self._pages.allocate(session.owner, count, after=None, growing=True)
-            self._executor.write_pages(new, parts)
+            # Neighbours stay neighbours, whichever parts they are in.
+            moved = dict(zip(sorted(stored.pages), new, strict=True))
+            self._executor.write_pages([moved[page] for page in stored.pages], parts)
         except BaseException:
             self._pages.release_unused(new)
             if session.stored is None:
@@ -255,19 +262,22 @@ class Tiers:
             else:  # the pool was lost, and with it what others see as well
                 _remove_file(stored)
             raise
-        moved = dict(zip(stored.pages, new, strict=True))
         table = [entry._replace(page=moved.get(entry.page, entry.page)) for entry in stored.entries]
         came = set(new)
         self._pages.hold(entry for entry in table if entry.page in came)
         session.entries = tuple(table)
         _remove_file(stored)
+        if stored.parts is not None:
+            stamps = {moved[page]: self._pages.stamp(moved[page]) for page in stored.pages}
+            session.copy = HostCopy(stamps=stamps, parts=parts, num_bytes=stored.num_bytes)
+            self._drop_copies(self.host_limit)
         self.brought_back += 1
 
     def discard(self, session: Session) -> None:
         """Forget what is stored of a session."""
         if session.stored:
             _remove_file(session.stored)
-        session.stored = None
+        session.stored = session.copy = None
 
     def lose(self, session: Session) -> None:
         """Note that what is stored of a session is worth nothing."""
@@ -282,10 +292,15 @@ class Tiers:
     def _page_bytes(self) -> int:
         return self._pages.page_size * self._executor.model.bytes_per_cell
 
-    def _make_room(self, size: int) -> bool:
-        """Make room in host memory, as far as there is a disk: whether `size` bytes fit."""
-        if size > self.host_limit:
+    def _make_room(self, size: int, moving: Session) -> bool:
+        """Make room in host memory for `size` bytes of a session that moves: whether they fit.
+
+        Copies go, and as far as there is a disk, others' cells.
+        """
+        held = 0 if self.swap_dir else self.bytes_held("host")
+        if size + held > self.host_limit:
             return False
+        self._drop_copies(self.host_limit - size, moving)
         in_host = [
             one for one in self._sessions.values() if one.stored and one.stored.parts is not None
         ]
@@ -295,6 +310,22 @@ class Tiers:
             assert session.stored is not None
             self._write(session.stored)
         return self.bytes_held("host") + size <= self.host_limit
+
+    def _drop_copies(self, limit: int, moving: Session | None = None) -> None:
+        """Drop copies until host memory holds no more than `limit`, as far as they are in the way.
+
+        Whoever was of use last moves out last, and may have changed by then: its copy goes first.
+
+        Args:
+          moving: whose copy is about to become its cells; it counts as these.
+        """
+        copied = [one for one in self._sessions.values() if one.copy and one is not moving]
+        over = self.bytes_held("host") + sum(one.copy.num_bytes for one in copied) - limit
+        for session in sorted(copied, key=lambda one: one.used, reverse=True):
+            if over <= 0:
+                return
+            over -= session.copy.num_bytes
+            session.copy = None
 
     def _idle(self) -> list[Session]:
         """Sessions whose cells may move, longest unused first."""

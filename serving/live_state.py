@@ -35,6 +35,7 @@ def state(overview: Overview, text: Text, tenant: str | None) -> dict[str, Any]:
         found["cells"] = {
             "sessions": cells.sessions, "prefixes": cells.prefixes, "tails": cells.tails,
             "free": cells.free, "host": cells.host, "disk": cells.disk,
+            "copies": cells.copies,
         }  # fmt: skip
         found["running"] = overview.running[JobClass.QUERY]
         found["waiting"] = overview.waiting[JobClass.QUERY]

@@ -140,6 +140,7 @@ class Exporter(Collector):
             ("tails", "device"): cells.tails,
             ("sessions", "host"): cells.host,
             ("sessions", "disk"): cells.disk,
+            ("copies", "host"): cells.copies,
         }
         used = cells.sessions + cells.prefixes + cells.tails
         sessions = [info for info, _ in overview.sessions]

@@ -95,21 +95,26 @@ def test_prompts_of_a_service_share_what_is_computed_and_tenants_do_not():
 def test_every_page_is_counted_once_with_whoever_holds_it(tmp_path):
     """Pages of 8 cells, expected numbers from the lengths alone."""
     engine = tiny_engine.build(
-        num_pages=32, prefix_share=0.5, host_bytes=10**9, swap_dir=str(tmp_path),
+        num_pages=40, prefix_share=0.5, host_bytes=10**9, swap_dir=str(tmp_path),
         step_shapes=tiny_engine.SHAPES[-1:],
     )  # fmt: skip
     ids = tiny_engine.random_ids
     kept = engine.create(ids(1, 40))
     engine.close(kept)
-    long, short, host, disk = (
-        engine.create(ids(seed, count)) for seed, count in ((2, 20), (3, 9), (4, 17), (5, 8))
+    long, short, host, disk, back = (
+        engine.create(ids(seed, count))
+        for seed, count in ((2, 20), (3, 9), (4, 17), (5, 8), (8, 30))
     )
     engine.fork(long)
     engine.advance(long, ids(6, 5))
     engine.move_out(host, "host")
     engine.move_out(disk, "disk")
+    engine.move_out(back, "host")
+    engine.advance(back, ids(6, 1))
     before = count_cells(engine.verbs)
-    pages = Cells(sessions=3 + 2, prefixes=5, tails=1, free=32 - 11, host=3, disk=1)
+    pages = Cells(
+        sessions=3 + 2 + 4, prefixes=5, tails=1 + 1, free=40 - 16, host=3, disk=1, copies=4
+    )
     assert before == Cells(**{name: 8 * count for name, count in vars(pages).items()})
     answer = engine.stream(short, ids(7, 9), max_new_tokens=3)
     next(answer)
@@ -126,7 +131,7 @@ def test_every_page_is_counted_once_with_whoever_holds_it(tmp_path):
         engine.close(session)
     engine.verbs.prefixes.tree.clear()
     assert count_cells(engine.verbs) == Cells(
-        sessions=0, prefixes=0, tails=0, free=256, host=0, disk=0
+        sessions=0, prefixes=0, tails=0, free=320, host=0, disk=0, copies=0
     )
 
 

@@ -30,7 +30,7 @@ def engine(compiled):
     with tiny_engine.left_empty(compiled):
         yield compiled
     tiers = compiled.verbs.tiers
-    assert (tiers.bytes_held("host"), tiers.bytes_held("disk")) == (0, 0)
+    assert (tiers.bytes_held("host"), tiers.bytes_held("disk"), tiers.copied_bytes) == (0, 0, 0)
     assert list(tiers.swap_dir.iterdir()) == []
 
 
@@ -157,6 +157,87 @@ def test_a_copy_that_fails_loses_no_session_and_no_page(engine, monkeypatch, how
     assert engine.session_ids == [session]
     answer = engine.query(session, _ids(9, 3), max_new_tokens=3)
     assert answer.token_ids == tuple(tiny_engine.greedy([*tokens, *_ids(9, 3)], 3))
+
+
+@pytest.fixture
+def copied_out(engine, monkeypatch):
+    """Pages that are copied out of the pool, as it happens."""
+    store, copied = engine.executor.store_pages, []
+
+    def noting(pages):
+        copied.extend(pages)
+        return store(pages)
+
+    monkeypatch.setattr(engine.executor, "store_pages", noting)
+    return copied
+
+
+def _overwrite_what_is_free(engine):
+    assert engine.pages.num_free == engine.pages.num_pages
+    for session in [engine.create(_ids(seed, 95)) for seed in (30, 31)]:
+        engine.close(session)
+
+
+@pytest.mark.parametrize("length", [60, 64, 90])
+def test_what_did_not_change_is_not_copied_out_again(engine, copied_out, length):
+    session = engine.create(_ids(1, length))
+    before = _bits(engine, session)
+    for expected in (-(-length // PAGE), 0, 0):
+        copied_out.clear()
+        engine.move_out(session, "host")
+        _overwrite_what_is_free(engine)
+        assert len(copied_out) == expected
+        answer = engine.query(session, _ids(7, 3), max_new_tokens=2)
+        assert _bits(engine, session) == before
+        assert answer.token_ids == tuple(tiny_engine.greedy([*_ids(1, length), *_ids(7, 3)], 2))
+        assert engine.verbs.tiers.copied_bytes == -(-length // PAGE) * PAGE_BYTES
+
+
+CHANGES = {  # what changes a session of 75 tokens: pages that are then copied out again
+    "an append": (lambda engine, one: engine.append(one, _ids(2, 3)), 2),
+    "an append of a page": (lambda engine, one: engine.append(one, _ids(2, 9)), 3),
+    "other tokens where it was cut": (
+        lambda engine, one: (engine.rollback(one, 2), engine.append(one, _ids(3, 2))), 2,
+    ),
+    "other tokens on a full page": (
+        lambda engine, one: (engine.rollback(one, 30), engine.append(one, _ids(3, 30))), 10,
+    ),
+    "a slide": (lambda engine, one: engine.append(one, _ids(2, 25)), 12),
+    "all tokens new": (lambda engine, one: engine.update(one, _ids(5, 75)), 10),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changed_is_copied_out_again(engine, copied_out, name):
+    change, expected = CHANGES[name]
+    session = engine.create(when_full="slide")
+    engine.append(session, _ids(1, 75))
+    engine.move_out(session, "host")
+    engine.verbs.revival.bring_back(engine.session(session))
+    change(engine, session)
+    before, places = _bits(engine, session), _places(engine, session)
+    copied_out.clear()
+    engine.move_out(session, "host")
+    assert len(copied_out) == expected
+    _overwrite_what_is_free(engine)
+    engine.verbs.revival.bring_back(engine.session(session))
+    assert (_bits(engine, session), _places(engine, session)) == (before, places)
+
+
+def test_copies_make_room_for_cells_that_are_nowhere_else(engine):
+    tiers = engine.verbs.tiers
+    first, second = (engine.create(_ids(n, 70)) for n in (1, 2))  # nine pages each, of 16 in host
+    engine.move_out(first, "host")
+    engine.query(first, _ids(7, 2), max_new_tokens=1)
+    assert (tiers.bytes_held("host"), tiers.copied_bytes) == (0, 9 * PAGE_BYTES)
+    engine.move_out(second, "host")
+    assert (tiers.bytes_held("host"), tiers.copied_bytes) == (9 * PAGE_BYTES, 0)
+    engine.query(second, _ids(7, 2), max_new_tokens=1)
+    engine.move_out(first, "host")
+    assert (tiers.bytes_held("host"), tiers.copied_bytes) == (9 * PAGE_BYTES, 0)
+    engine.query(first, _ids(7, 2), max_new_tokens=1)
+    assert (tiers.bytes_held("host"), tiers.copied_bytes) == (0, 9 * PAGE_BYTES)
+    assert engine.pages.num_available == engine.pages.num_pages
 
 
 def test_without_a_tier_or_room_in_it_a_move_is_refused():
