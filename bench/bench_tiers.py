@@ -32,7 +32,7 @@ def main() -> None:
     )
     model = loading.load(sources.resolve("smollm2-135m"))
     assert model.tokenizer is not None
-    context, rounds = (1024, 3) if args.quick else (CONTEXT, 15)
+    context, rounds = (1024, 3) if args.quick else (CONTEXT, 31)
     with tempfile.TemporaryDirectory() as swap_dir:
         config = EngineConfig(
             num_pages=context // 64 + 8, page_size=64, context_len=7680, evict_quantum=512,

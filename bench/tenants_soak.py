@@ -135,6 +135,7 @@ def soak(model: LoadedModel, size: Size, swap_dir: pathlib.Path, seed: int) -> F
     left = {
         "cells used": engine.cells_used, "cells held": engine.cells_held,
         "host bytes": tiers.bytes_held("host"), "disk bytes": tiers.bytes_held("disk"),
+        "copied bytes": tiers.copied_bytes,
         "files": len(list(swap_dir.iterdir())),
     }  # fmt: skip
     checked = _compute_again(model, size, chosen)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 
-from jaxstate.executor import Executor
 from jaxstate.page_copy import PAGES_AT_ONCE
 from jaxstate.pages import Pages, Stamp
 from jaxstate.repack import Parts
@@ -30,31 +29,27 @@ class HostCopy:
     num_bytes: int
 
 
-def take(
-    executor: Executor, pages: Pages, wanted: Collection[int], copy: HostCopy | None
-) -> tuple[tuple[int, ...], Parts]:
-    """Copy pages out of the pool, but for those that a copy has as they are.
+def unchanged(
+    pages: Pages, wanted: Collection[int], copy: HostCopy | None
+) -> tuple[list[int], Parts]:
+    """Find what a copy has of pages as they are.
 
     Args:
       wanted: pages that somebody holds.
     Returns:
-      the pages, each once, in the order of the content behind them; see Executor.store_pages.
+      some of them, and their content; the content of the others can follow it. Only the last part
+      of a content may be of less than PAGES_AT_ONCE pages.
     """
-    kept: list[int] = []
+    found: list[int] = []
     parts: Parts = []
-    last: tuple[list[int], Parts] = [], []
     copied = list(copy.stamps) if copy else []
     for index in range(0, len(copied), PAGES_AT_ONCE):
         assert copy is not None
         some = copied[index : index + PAGES_AT_ONCE]
-        if all(page in wanted and pages.stamp(page) == copy.stamps[page] for page in some):
-            part = copy.parts[index // PAGES_AT_ONCE]
-            if len(some) < PAGES_AT_ONCE:  # has to stay the last
-                last = some, [part]
-            else:
-                kept += some
-                parts.append(part)
-    if set(wanted) == {*kept, *last[0]}:
-        return (*kept, *last[0]), [*parts, *last[1]]
-    rest = sorted(set(wanted) - set(kept))
-    return (*kept, *rest), [*parts, *executor.store_pages(rest)]
+        is_last = len(found) + len(some) == len(wanted)
+        if (len(some) == PAGES_AT_ONCE or is_last) and all(
+            page in wanted and pages.stamp(page) == copy.stamps[page] for page in some
+        ):
+            found += some
+            parts.append(copy.parts[index // PAGES_AT_ONCE])
+    return found, parts

@@ -47,7 +47,10 @@ class PageHeader:
 
 
 Stamp = tuple[int, int]
-"""While it is the same, so is what anybody can see of a page."""
+"""While it is the same, so is what anybody can see of a page, once what is held is written.
+
+A tail holds its cells before it writes them: a stamp is worth something where none is under way.
+"""
 
 
 class Spare(Protocol):

@@ -220,11 +220,16 @@ class Tiers:
                     f"host_bytes: {size} more are needed, {self.bytes_held('host')} of "
                     f"{self.host_limit} are in use; start with more, or with a swap_dir"
                 )
-            pages, parts = host_copies.take(self._executor, self._pages, own, session.copy)
-            stored = Stored(entries=session.entries, pages=pages, num_bytes=size, parts=parts)
+            kept, parts = host_copies.unchanged(self._pages, own, session.copy)
+            session.copy = None  # what changed leaves host memory before it is copied there
+            rest = sorted(own.keys() - set(kept))
+            parts += self._executor.store_pages(rest)
+            stored = Stored(
+                entries=session.entries, pages=(*kept, *rest), num_bytes=size, parts=parts
+            )
             self._pages.drop(entry for entry in session.entries if entry.page in own)
             session.entries = tuple(entry for entry in session.entries if entry.page not in own)
-            session.stored, session.copy = stored, None
+            session.stored = stored
             self.moved_out += 1
         if tier == "disk" and stored.parts is not None:
             self._write(stored)

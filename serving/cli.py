@@ -260,7 +260,7 @@ def serve(
         float, typer.Option(help="Share of the pool that keeps beginnings nobody uses, 0 to 1.")
     ] = 0.25,
     host_bytes: Annotated[
-        int, typer.Option(help="Host memory for contexts of sessions that rest.")
+        int, typer.Option(help="Host memory for sessions that rest, and their copies.")
     ] = 0,
     swap_dir: Annotated[
         pathlib.Path | None, typer.Option(help="Directory for those that it has no room for.")
