@@ -10,7 +10,7 @@ import numpy as np
 from jaxstate.kernels_pallas.dispatch import PageCopy
 from jaxstate.state import Pool
 
-PAGES_AT_ONCE = 8
+PAGES_AT_ONCE = 16
 
 Part = Sequence[np.ndarray] | Sequence[jax.Array]
 """A copy of PAGES_AT_ONCE pages in host memory: of each array of the pool; see take."""

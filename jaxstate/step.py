@@ -118,11 +118,9 @@ def step(
     if not logits:
         matrix = decoder.output_matrix(params, config)
         return pool, _scanned(implementation, hidden, matrix, rows, allowed_bits)
-    computed = _logits(params, config, hidden, rows, products)
     # Several devices have no kernel: XLA divides the scan among them as it divides the matrix.
     scan = functools.partial(dispatch.gate_scan, "xla" if sharding else implementation)
-    summary = scan(computed, allowed_bits, rows.allowed_idx)
-    return pool, Outputs(summary=summary, logits=computed)
+    return pool, _projected(params, config, hidden, rows, products, scan, allowed_bits)
 
 
 def _products(implementation: str, sharding: Sharding | None) -> Products:
@@ -169,21 +167,31 @@ def _scanned(implementation: str, hidden, matrix, rows: Rows, allowed_bits) -> O
     return Outputs(summary=summary, hidden=wanted)
 
 
-def _logits(params, config: ModelConfig, hidden, rows: Rows, products: Products) -> jax.Array:
-    """Logits of the wanted rows; no vocabulary work when none is wanted."""
+def _projected(
+    params, config: ModelConfig, hidden, rows: Rows, products: Products, scan, allowed_bits
+) -> Outputs:
+    """Logits of the wanted rows and their summaries; no vocabulary work when none is wanted."""
     wanted = hidden[rows.output_tokens]  # [rows, hidden_size]
-    num_rows, vocab = wanted.shape[0], config.vocab_size
+    num_rows = wanted.shape[0]
 
-    def none(_):
-        return jnp.zeros((num_rows, vocab), config.dtypes.accum_dtype)
+    def some(count: int) -> Outputs:
+        logits = decoder.logits(params, config, wanted[:count], products)
+        return Outputs(
+            summary=scan(logits, allowed_bits, rows.allowed_idx[:count]), logits=logits
+        )
 
-    def first(wanted):
-        # One row reads the output matrix at memory speed, which a padded product does not.
-        one = decoder.logits(params, config, wanted[:1], products)
-        return jnp.zeros((num_rows, vocab), one.dtype).at[:1].set(one)
+    def padded(count: int) -> Outputs:
+        return jax.tree.map(
+            lambda x: jnp.zeros((num_rows, *x.shape[1:]), x.dtype).at[:count].set(x), some(count)
+        )
 
-    def every(wanted):
-        return decoder.logits(params, config, wanted, products)
+    def none() -> Outputs:
+        shapes = jax.eval_shape(functools.partial(some, num_rows))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    branches = [none, first] if num_rows == 1 else [none, first, every]
-    return jax.lax.switch(jnp.minimum(rows.num_outputs, len(branches) - 1), branches, wanted)
+    # One row reads the output matrix at memory speed, which a padded product does not; and of
+    # eight rows, scanning those that nobody wants takes longer than reading the matrix.
+    branches = [none, functools.partial(padded, 1)]
+    if num_rows > 1:
+        branches.append(functools.partial(some, num_rows))
+    return jax.lax.switch(jnp.minimum(rows.num_outputs, len(branches) - 1), branches)

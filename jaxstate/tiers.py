@@ -247,7 +247,7 @@ class Tiers:
           SnapshotError: its file is missing or damaged: `lose` them. They are not lost already.
           PoolLostError: it failed on the device.
         """
-        stored = session.stored
+        stored: Stored | None = session.stored
         if stored is None:
             return
         parts = stored.parts if stored.parts is not None else self._read(stored, session)
@@ -267,7 +267,10 @@ class Tiers:
             else:  # the pool was lost, and with it what others see as well
                 _remove_file(stored)
             raise
-        table = [entry._replace(page=moved.get(entry.page, entry.page)) for entry in stored.entries]
+        table = [
+            Entry(moved.get(page, page), first, fill, base, shift)
+            for page, first, fill, base, shift in stored.entries
+        ]
         came = set(new)
         self._pages.hold(entry for entry in table if entry.page in came)
         session.entries = tuple(table)

@@ -55,7 +55,7 @@ struct Problem {
   std::vector<int32_t> pages;
   int64_t num_tasks = 0;
 
-  // A task is a page of a head.
+  // A task is a head.
   ffi::Error Add(ffi::AnyBuffer in_pool, ffi::AnyBuffer part) {
     const int64_t heads = in_pool.dimensions()[0], num_pages = in_pool.dimensions()[1];
     for (const int32_t page : pages)
@@ -64,7 +64,7 @@ struct Problem {
     const int64_t page_bytes = in_pool.size_bytes() / std::max<int64_t>(heads * num_pages, 1);
     arrays.push_back({num_pages, page_bytes, static_cast<char*>(in_pool.untyped_data()),
                       static_cast<char*>(part.untyped_data()), num_tasks});
-    num_tasks += heads * static_cast<int64_t>(pages.size());
+    num_tasks += heads;
     return ffi::Error::Success();
   }
 
@@ -77,10 +77,12 @@ struct Problem {
           arrays.begin(), arrays.end(), task,
           [](int64_t task, const Array& one) { return task < one.first_task; });
       const Array& array = *std::prev(after);
-      const int64_t place = task - array.first_task, index = place % count;
-      const int64_t page = place / count * array.num_pages + pages[index];
-      visit(array.in_pool + page * array.page_bytes, array.part + place * array.page_bytes,
-            array.page_bytes, index);
+      const int64_t head = task - array.first_task;
+      for (int64_t index = 0; index < count; ++index) {
+        const int64_t page = head * array.num_pages + pages[index];
+        visit(array.in_pool + page * array.page_bytes,
+              array.part + (head * count + index) * array.page_bytes, array.page_bytes, index);
+      }
     });
   }
 };
