@@ -13,8 +13,8 @@ REST_S = 1.0
 WORTH = 10
 """Collections of young objects since the last full one that make another one worth while."""
 
-AT_LAST = 1000
-"""Collections of young objects after which Python does it whoever waits: ten minutes of load."""
+AT_LAST = 100
+"""Collections of young objects after which Python does it whoever waits: a minute of load."""
 
 _lock = threading.Lock()
 _thresholds: list[tuple[int, int, int]] = []  # as they were, one for each who defers
