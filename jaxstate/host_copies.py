@@ -21,12 +21,10 @@ class HostCopy:
     Attributes:
       stamps: of the pages that were copied, in order: see Pages.stamp.
       parts: their content, see Executor.store_pages.
-      num_bytes: of the content.
     """
 
     stamps: Mapping[int, Stamp]
     parts: Parts
-    num_bytes: int
 
 
 def unchanged(
@@ -42,9 +40,10 @@ def unchanged(
     """
     found: list[int] = []
     parts: Parts = []
-    copied = list(copy.stamps) if copy else []
+    if copy is None:
+        return found, parts
+    copied = list(copy.stamps)
     for index in range(0, len(copied), PAGES_AT_ONCE):
-        assert copy is not None
         some = copied[index : index + PAGES_AT_ONCE]
         is_last = len(found) + len(some) == len(wanted)
         if (len(some) == PAGES_AT_ONCE or is_last) and all(

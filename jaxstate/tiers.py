@@ -105,7 +105,7 @@ class Tiers:
     @property
     def copied_bytes(self) -> int:
         """Bytes of host memory that hold copies of cells in the pool; they go before any other."""
-        return sum(one.copy.num_bytes for one in self._sessions.values() if one.copy)
+        return sum(map(self._copied_bytes, self._sessions.values()))
 
     # As a spare of Pages
 
@@ -277,7 +277,7 @@ class Tiers:
         _remove_file(stored)
         if stored.parts is not None:
             stamps = {moved[page]: self._pages.stamp(moved[page]) for page in stored.pages}
-            session.copy = HostCopy(stamps=stamps, parts=parts, num_bytes=stored.num_bytes)
+            session.copy = HostCopy(stamps=stamps, parts=parts)
             self._drop_copies(self.host_limit)
         self.brought_back += 1
 
@@ -328,12 +328,15 @@ class Tiers:
           moving: whose copy is about to become its cells; it counts as these.
         """
         copied = [one for one in self._sessions.values() if one.copy and one is not moving]
-        over = self.bytes_held("host") + sum(one.copy.num_bytes for one in copied) - limit
+        over = self.bytes_held("host") + sum(map(self._copied_bytes, copied)) - limit
         for session in sorted(copied, key=lambda one: one.used, reverse=True):
             if over <= 0:
                 return
-            over -= session.copy.num_bytes
+            over -= self._copied_bytes(session)
             session.copy = None
+
+    def _copied_bytes(self, session: Session) -> int:
+        return len(session.copy.stamps) * self._page_bytes if session.copy else 0
 
     def _idle(self) -> list[Session]:
         """Sessions whose cells may move, longest unused first."""
